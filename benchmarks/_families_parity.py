@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -89,23 +89,26 @@ def _turns(ours: Any, theirs: Any, first: Samples) -> None:
 
 
 def _learner(ours: Any, theirs: Any) -> None:
-    """Log-probabilities and their gradient of packed samples, with a shared prompt and without, against each alone."""
-    batch = _batch()
+    for what, gap, apart in learner_gaps(ours, theirs):
+        assert gap < CLOSE, f"{what}: log-probabilities differ by {gap:.1e}"
+        assert apart < NEAR, f"{what}: gradients differ by {apart:.1e}"
+
+
+def learner_gaps(ours: Any, theirs: Any) -> Iterator[tuple[str, float, float]]:
+    """By how much log-probabilities and their gradient of packed samples differ from those of each alone, with a shared
+    prompt and without."""
+    batch, device = _batch(), next(ours.parameters()).device
     wanted, wanted_grads = _alone(theirs, batch)
     config = Config.model_validate({"algorithm": "grpo", "rollout": {"temperature": TEMPERATURE}})
-    weights = _weights(len(wanted))
     for shares in (True, False):
         what = "learner with shared prompts" if shares else "learner"
         ours.zero_grad()
-        packed = pack(batch, torch.device("cpu"), shares, choose(ours))
-        logprobs, _ = forward(ours, packed, config)
-        gap = (logprobs - wanted).abs().max().item()
-        assert gap < CLOSE, f"{what}: log-probabilities differ by {gap:.1e}"
-        (logprobs * weights).sum().backward()
+        logprobs, _ = forward(ours, pack(batch, device, shares, choose(ours)), config)
+        (logprobs * _weights(logprobs)).sum().backward()
         grads = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
         assert grads.keys() == wanted_grads.keys(), f"{what}: gradients of {grads.keys() ^ wanted_grads.keys()}"
         apart = _norm(grads[name] - wanted_grads[name] for name in grads) / _norm(wanted_grads.values())
-        assert apart < NEAR, f"{what}: gradients differ by {apart:.1e}"
+        yield what, (logprobs - wanted).abs().max().item(), apart
 
 
 def _batch() -> Batch:
@@ -128,22 +131,22 @@ def _batch() -> Batch:
     )
 
 
-def _weights(count: int) -> Tensor:
+def _weights(logprobs: Tensor) -> Tensor:
     """So that no token's gradient can stand in for another's."""
-    return torch.linspace(-1.0, 1.0, count)
+    return torch.linspace(-1.0, 1.0, len(logprobs), device=logprobs.device)
 
 
 def _alone(model: Any, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Every sample by itself through transformers' own forward pass."""
     found = []
     for row in range(batch.rows):
-        tokens = torch.from_numpy(batch["tokens"][row].astype(np.int64))
+        tokens = torch.from_numpy(batch["tokens"][row].astype(np.int64)).to(model.device)
         first = int(batch.values("prompt_length")[row])
         scores = (model(input_ids=tokens[None], use_cache=False).logits[0].float() / TEMPERATURE).log_softmax(-1)
         found.append(scores[first - 1 : -1].gather(1, tokens[first:, None])[:, 0])
     logprobs = torch.cat(found)
     model.zero_grad()
-    (logprobs * _weights(len(logprobs))).sum().backward()
+    (logprobs * _weights(logprobs)).sum().backward()
     return logprobs.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -163,17 +163,17 @@ def _part(kind: Any) -> dict[str, Any]:
     return sizes | CHANGES.get(kind.model_type, {})
 
 
-def models(family: str, seed: int = 0) -> tuple[Any, Any]:
-    """A model as Tidemill opens it, and the same as transformers alone does."""
+def models(family: str, seed: int = 0, **changes: Any) -> tuple[Any, Any]:
+    """A model as Tidemill opens it, and the same as transformers alone does. `changes`: to its config."""
     try:
-        settings = config(family)
+        settings, ours_too, theirs_too = (_changed(config(family), changes) for _ in range(3))
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(settings).parameters())
         if size > LARGEST:
             raise Unmade(f"its config has sizes by words that are not known ({size:,} parameters)")
         torch.manual_seed(seed)
-        ours = from_config(config(family)).eval()
-        theirs = AutoModelForCausalLM.from_config(config(family), attn_implementation="eager").eval()
+        ours = from_config(ours_too).eval()
+        theirs = AutoModelForCausalLM.from_config(theirs_too, attn_implementation="eager").eval()
     except Unmade:
         raise
     except Exception as error:
@@ -186,6 +186,12 @@ def models(family: str, seed: int = 0) -> tuple[Any, Any]:
     plug(ours)
     routing.widen(ours)
     return ours, theirs
+
+
+def _changed(settings: Any, changes: dict[str, Any]) -> Any:
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    return settings
 
 
 def _line(error: Exception) -> str:

@@ -6,18 +6,23 @@ Figures and settings are the systems' own. What a source leaves out is assumed h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from statistics import median
 from typing import Any
 
-NEMO = "NeMo-RL 0.4, performance summary (github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md)"
-NEMO_06 = "NeMo-RL 0.6, performance summary (docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html)"
+from tidemill.plan import features, hardware, links, step_estimate
+from tidemill.plan.lengths import Lengths
+from tidemill.plan.time_model import TimeModel
+from tidemill.recipe.config import Config
+
+NEMO = "NeMo-RL's performance summary (docs/about/performance-summary.md), layouts by the recipes"
 VERL_ASYNC = "verl, docs/advance/fully_async.md"
 VERL_OFF = "verl, docs/advance/one_step_off.md"
 AREAL = "AReaL 0.2, README and blog/AReaL_v0_2.md"
 VERL_671 = "verl with MindSpeed, public recipe for 671B"
-MINDSPEED = "MindSpeed RL, table of GRPO"
+MINDSPEED = "MindSpeed RL, docs/zh/algorithms/grpo.md and configs/grpo_*.yaml"
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,19 @@ class Row:
     learn: dict[str, int] = field(default_factory=dict)  # tp, pp, cp, ep
     updates: int = 1
     schedule: str = "sync"
+    steps_ahead: int = 1  # under async
     sigma: float = 0.6
     scores: tuple[str, ...] = ("old",)  # passes beside learning: old log-probabilities, reference
     recompute: str = "full"
     per_node: int = 8
-    optimizer_off: bool = True  # leaves the device while rollout works
+    between: str = "ib400"  # the link that joins nodes
+    micro: int = 0  # tokens of a micro-batch; 0: the longest sequence, at least 8,192
+    at_once: int = 256  # sequences that an engine has at most
+    shards: int = 0  # ranks over which weights are cut by FSDP; 0: all that are left
+    folds: bool = False  # as Megatron does: tensor parallel ranks are expert parallel ranks too
+    longest_prompt: int = 0
+    is_padded: bool = False  # every sample is learned at the longest length
+    rollout_dp: int = 1  # replicas of an engine that share its experts
     assumed: str = ""
 
     @property
@@ -58,75 +71,107 @@ class Row:
         return tokens / self.tokens_per_s_device / self.devices
 
 
-def nemo(
-    model: str, devices: int, step: float, mean: float, longest: int, tp: int, learn: dict[str, int], **more: Any
-) -> Row:
+def nemo(version: str, model: str, devices: int, step: float, mean: float, longest: int, tp: int,
+         learn: dict[str, int], **more: Any) -> Row:  # fmt: skip
+    """A micro-batch is one packed window. Activations are recomputed where the recipe of that version says so."""
     samples = more.pop("samples", (64, 32))
+    recompute = "full" if model.startswith(("Llama", "Qwen3-235B", "DeepSeek")) else "none"
     return Row(
-        "NeMo-RL 0.4", NEMO, model, "H100", devices, samples, (150, mean - 150), longest, step, rollout_tp=tp,
-        learn=learn, scores=("old", "reference"), updates=max(1, samples[0] * samples[1] // 512),
-        assumed="prompts of 150 tokens; one step off: half of the devices roll out", **more,
+        f"NeMo-RL {version}", f"{NEMO} of v{version}", model, "H100", devices, samples, (150, mean - 150), longest,
+        step, rollout_tp=tp, learn=learn, scores=("old", "reference"), updates=max(1, samples[0] * samples[1] // 512),
+        recompute=recompute, micro=longest, folds=True, at_once=1024,
+        assumed="prompts of 150 tokens; engines of 1,024 sequences; one step off: half of the devices roll out", **more,
     )  # fmt: skip
 
 
-def later(model: str, *given: Any, **more: Any) -> Row:
-    row = nemo(model, *given, **more)
-    return replace(row, system="NeMo-RL 0.6", source=NEMO_06, assumed=f"layout and lengths of 0.4; {row.assumed}")
+def ahead(learners: int) -> dict[str, Any]:
+    return {"learners": learners, "schedule": "async"}
 
 
-def off(devices: int) -> dict[str, Any]:
-    return {"learners": devices // 2, "schedule": "async"}
-
-
-def verl(devices: int, step: float, learners: int = 0, **more: Any) -> Row:
+def verl(devices: int, step: float, learners: int = 0) -> Row:
+    """Tensor parallel 4, Ulysses 4, FSDP 2, 61,440 tokens a device in a micro-batch: its recipe."""
     schedule = "async" if learners else "sync"
     return Row(
-        "verl on H20", VERL_ASYNC, "Qwen2.5-7B", "H20", devices, (512, 16), (150, 1800), 28_672, step,
+        "verl on H20", VERL_ASYNC, "Qwen2.5-7B", "H20", devices, (512, 16), (150, 900), 28_672, step,
         learners=learners, schedule=schedule, sigma=1.1, updates=16, scores=() if learners else ("old",),
-        assumed="responses of 1,800 tokens with a long tail, from its time of old log-probabilities", **more,
+        rollout_tp=4, learn={"cp": 4}, shards=2, micro=61_440, at_once=1024,
+        assumed="responses of 900 tokens with a long tail: what its six update times hold at half of an H20's peak, in "
+        "the median; its runs differ in length",
+    )  # fmt: skip
+
+
+def verl_one_off(step: float, **more: Any) -> Row:
+    """Its script of 4 + 12: 12 samples a prompt, tensor parallel 2, Ulysses 4."""
+    return Row(
+        "verl on H20", VERL_OFF, "Qwen2.5-7B", "H20", 16, (512, 12), (150, 900), 20_480, step, sigma=1.1, updates=16,
+        rollout_tp=2, learn={"cp": 4}, micro=61_440, at_once=1024,
+        assumed="lengths of the fully asynchronous runs", **more,
     )  # fmt: skip
 
 
 def areal(model: str, devices: int, hours: float, steps: int) -> Row:
     return Row(
         "AReaL", AREAL, model, "H800", devices, (512, 16), (200, 8000), 27_648, hours * 3600 / steps,
-        updates=4, assumed="H800, prompts of 200 and responses of 8,000 tokens",
+        learners=devices // 2, updates=4, micro=30_720, at_once=1024,
+        assumed="H800; half of the devices roll out, half learn, in turns; prompts of 200, responses of 8,000 tokens",
     )  # fmt: skip
 
 
 def mindspeed(model: str, device: str, devices: int, samples: tuple[int, int], prompt: int, longest: int,
-              tokens: float, tp: int, learn: dict[str, int]) -> Row:  # fmt: skip
-    """Published for a card: of an A3, two dies."""
+              tokens: float, tp: int, learn: dict[str, int], at_once: int, **more: Any) -> Row:  # fmt: skip
+    """Layouts and limits are those of its recipes. Published for a card: of an A3, two dies."""
     each = tokens / 2 if device == "910C" else tokens
     return Row(
         "MindSpeed RL", MINDSPEED, model, device, devices, samples, (0.2 * prompt, 0.5 * longest), longest,
-        tokens_per_s_device=each, rollout_tp=tp, learn=learn, scores=("old", "reference"),
-        per_node=8 if device == "910B" else 16,
-        assumed="devices and layout; prompts of a fifth, responses of half of the longest",
+        tokens_per_s_device=each, rollout_tp=tp, learn=learn, scores=("old", "reference"), at_once=at_once,
+        longest_prompt=prompt, per_node=8 if device == "910B" else 16,
+        between="roce200" if device == "910B" else "hccs", folds=True,
+        assumed="prompts of a fifth, responses of half of the longest", **more,
     )  # fmt: skip
 
 
+V3, R1 = {"ep": 16, "pp": 16}, {"tp": 4, "pp": 6, "ep": 16}
+Q235, Q235_AHEAD = {"tp": 2, "cp": 2, "ep": 16, "pp": 8}, {"tp": 4, "ep": 16, "pp": 8}
+V3_STEP, Q235_STEP = {"samples": (32, 16)}, {"samples": (16, 32), "sigma": 0.3}
+EVEN = {"sigma": 0.25}  # responses that end near their limit
 ROWS: tuple[Row, ...] = (
-    nemo("Llama-3.1-8B", 16, 97.7, 1060, 4096, 1, {"pp": 2}),
-    nemo("Llama-3.1-8B", 16, 74.6, 1129, 4096, 1, {"pp": 2}, **off(16)),
-    nemo("Qwen3-32B", 32, 393, 3206, 4096, 4, {"tp": 4, "pp": 4}, sigma=0.25),
-    nemo("Qwen3-32B", 64, 215, 3207, 4096, 4, {"tp": 4, "pp": 4}, sigma=0.25, **off(64)),
-    nemo("Qwen3-30B-A3B", 32, 225, 3154, 4096, 4, {"tp": 2, "ep": 8}, sigma=0.25),
-    nemo("Qwen3-30B-A3B", 32, 244, 3158, 4096, 2, {"ep": 8, "pp": 2}, sigma=0.25, **off(32)),
-    nemo("Qwen3-235B-A22B", 128, 506, 5671, 8192, 16, {"tp": 2, "cp": 2, "ep": 16, "pp": 8}, samples=(16, 32)),
-    nemo("Qwen3-235B-A22B", 256, 241, 5691, 8192, 8, {"tp": 4, "ep": 16, "pp": 8}, samples=(16, 32), **off(256)),
-    nemo("DeepSeek-V3", 256, 154, 745, 1536, 32, {"ep": 16, "pp": 16}, samples=(16, 32)),
-    nemo("DeepSeek-V3", 512, 77.9, 744, 1536, 32, {"ep": 16, "pp": 16}, samples=(16, 32), **off(512)),
-    later("Qwen3-30B-A3B", 32, 192, 3154, 4096, 4, {"tp": 2, "ep": 8}, sigma=0.25),
-    later("Qwen3-30B-A3B", 32, 152, 3158, 4096, 2, {"ep": 8, "pp": 2}, sigma=0.25, **off(32)),
-    later("Qwen3-235B-A22B", 128, 395, 5671, 8192, 16, {"tp": 2, "cp": 2, "ep": 16, "pp": 8}, samples=(16, 32)),
-    later("DeepSeek-V3", 512, 64, 744, 1536, 32, {"ep": 16, "pp": 16}, samples=(16, 32), **off(512)),
+    nemo("0.4", "Llama-3.1-8B", 16, 97.7, 1060, 4096, 1, {"pp": 2}),
+    nemo("0.4", "Llama-3.1-8B", 16, 74.6, 1129, 4096, 1, {"pp": 2}, **ahead(8)),
+    nemo("0.4", "Qwen3-32B", 32, 393, 3206, 4096, 4, {"tp": 4, "pp": 4}, **EVEN),
+    nemo("0.4", "Qwen3-32B", 64, 215, 3207, 4096, 4, {"tp": 4, "pp": 4}, **EVEN, **ahead(32)),
+    nemo("0.4", "Qwen3-30B-A3B", 32, 225, 3154, 4096, 4, {"tp": 2, "ep": 8}, **EVEN),
+    nemo("0.4", "Qwen3-30B-A3B", 32, 244, 3158, 4096, 4, {"tp": 2, "ep": 8}, **EVEN, **ahead(16)),
+    nemo("0.4", "Qwen3-235B-A22B", 128, 506, 5671, 8192, 16, Q235, **Q235_STEP),
+    nemo("0.4", "Qwen3-235B-A22B", 256, 241, 5691, 8192, 8, Q235_AHEAD, **Q235_STEP, **ahead(128)),
+    nemo("0.4", "DeepSeek-V3", 256, 154, 745, 1536, 32, V3, **V3_STEP),
+    nemo("0.4", "DeepSeek-V3", 512, 77.9, 744, 1536, 32, V3, **V3_STEP, **ahead(256)),
+    nemo("0.5", "Llama-3.1-8B", 16, 92.8, 1019, 4096, 1, {"pp": 2}),
+    nemo("0.5", "Llama-3.1-8B", 16, 64.8, 1123, 4096, 1, {}, **ahead(8)),
+    nemo("0.5", "Qwen3-32B", 32, 376, 3251, 4096, 4, {"tp": 4, "pp": 4}, **EVEN),
+    nemo("0.5", "Qwen3-32B", 64, 200, 3252, 4096, 4, {"tp": 4, "pp": 4}, **EVEN, **ahead(32)),
+    nemo("0.5", "Qwen3-30B-A3B", 32, 198, 3196, 4096, 2, {"ep": 8}, **EVEN),
+    nemo("0.5", "Qwen3-30B-A3B", 32, 154, 3201, 4096, 2, {"ep": 8, "pp": 2}, **EVEN, **ahead(16)),
+    nemo("0.5", "Qwen3-235B-A22B", 128, 431, 5700, 8192, 16, Q235, **Q235_STEP),
+    nemo("0.5", "Qwen3-235B-A22B", 256, 203, 5707, 8192, 8, Q235_AHEAD, **Q235_STEP, **ahead(128)),
+    nemo("0.5", "DeepSeek-V3", 256, 134, 744, 1536, 32, V3, **V3_STEP),
+    nemo("0.5", "DeepSeek-V3", 512, 64.9, 738, 1536, 32, V3, **V3_STEP, **ahead(256)),
+    nemo("0.6", "Qwen3-30B-A3B", 32, 192, 3203, 4096, 2, {"ep": 8}, **EVEN),
+    nemo("0.6", "Qwen3-30B-A3B", 32, 152, 3201, 4096, 2, {"ep": 8, "pp": 2}, **EVEN, **ahead(16)),
+    nemo("0.6", "Qwen3-30B-A3B", 192, 34.5, 3206, 4096, 2, {"ep": 8}, **EVEN, **ahead(128), steps_ahead=8),
+    nemo("0.6", "Qwen3-235B-A22B", 128, 395, 5698, 8192, 16, Q235, **Q235_STEP),
+    nemo("0.6", "Qwen3-235B-A22B", 256, 312, 5713, 8192, 16, Q235, **Q235_STEP),
+    nemo("0.6", "Qwen3-235B-A22B", 256, 231, 5721, 8192, 8, Q235_AHEAD, **Q235_STEP, **ahead(128)),
+    nemo("0.6", "DeepSeek-V3", 256, 134, 701, 1536, 32, V3, **V3_STEP),
+    nemo("0.6", "DeepSeek-V3", 512, 111, 697, 1536, 32, {"ep": 32, "pp": 16}, **V3_STEP),
+    nemo("0.6", "DeepSeek-V3", 512, 64.1, 710, 1536, 32, V3, **V3_STEP, **ahead(256)),
     verl(32, 790.1),
     verl(64, 365.3),
     verl(128, 356.3),
     verl(32, 294.8, 16),
     verl(64, 189.3, 32),
     verl(128, 150.6, 64),
+    verl_one_off(749),
+    verl_one_off(520, **ahead(12)),
     areal("Qwen2.5-1.5B", 8, 240, 250),
     areal("Qwen2.5-1.5B", 32, 69, 250),
     areal("Qwen2.5-1.5B", 128, 27, 250),
@@ -134,55 +179,101 @@ ROWS: tuple[Row, ...] = (
     areal("Qwen2.5-7B", 128, 90, 400),
     Row(
         "verl and MindSpeed, 671B", VERL_671, "DeepSeek-V3-671B", "910C", 256, (512, 16), (77.8, 1576.6), 2048, 859.7,
-        rollout_tp=16, learn={"tp": 8, "pp": 8, "ep": 32}, scores=("reference",), per_node=16, sigma=0.3,
-        assumed="512 prompts of 16 (from its tokens/s), tp 8, pp 8, ep 32",
+        rollout_tp=16, learn={"tp": 8, "pp": 8, "ep": 32}, scores=("reference",), per_node=16, sigma=0.3, folds=True,
+        between="hccs", assumed="512 prompts of 16 (from its tokens/s), tp 8, pp 8, ep 32",
     ),
-    mindspeed("Qwen2.5-7B", "910C", 16, (32, 8), 2048, 2048, 220, 2, {"tp": 4}),
-    mindspeed("Qwen3-8B", "910C", 16, (32, 8), 2048, 8192, 252, 2, {"tp": 4}),
-    mindspeed("Qwen2.5-32B", "910C", 32, (64, 16), 1024, 2048, 220, 4, {"tp": 8, "pp": 2}),
-    mindspeed("Qwen2.5-32B", "910B", 32, (64, 16), 1024, 1024, 100, 4, {"tp": 8, "pp": 2}),
-    mindspeed("DeepSeek-R1", "910C", 384, (384, 32), 1024, 2048, 210, 32, {"tp": 4, "pp": 8, "ep": 32}),
+    mindspeed("Qwen2.5-7B", "910C", 16, (32, 8), 2048, 2048, 220, 4, {"tp": 4}, 1024, micro=4096, is_padded=True),
+    mindspeed("Qwen3-8B", "910C", 16, (32, 8), 2048, 8192, 252, 1, {"tp": 2, "pp": 2}, 1024, micro=10_240,
+              is_padded=True),
+    mindspeed("Qwen2.5-32B", "910C", 16, (64, 16), 1024, 2048, 220, 4, {"tp": 4, "pp": 4}, 64, micro=2458),
+    mindspeed("Qwen2.5-32B", "910B", 16, (64, 16), 1024, 1024, 100, 2, {"tp": 4, "pp": 4}, 64, micro=1434),
+    mindspeed("DeepSeek-R1", "910C", 384, (384, 32), 1024, 2048, 210, 2, R1, 2048, micro=4096, rollout_dp=32),
 )  # fmt: skip
 
 
-def predicted(row: Row) -> dict[str, Any]:
-    from tidemill.plan import hardware, step_estimate
-    from tidemill.plan.lengths import Lengths
-    from tidemill.plan.time_model import TimeModel
-    from tidemill.recipe.config import Config
+class Published(TimeModel):
+    """The model of time for another system's layout: what it does otherwise than ours, and nothing else."""
 
+    def __init__(self, row: Row, config: Config, machines: hardware.Machines) -> None:
+        super().__init__(config, machines)
+        self.row = row
+
+    def cache_capacity(self) -> float:
+        """As much as 85 % of the engine's memory leaves beside its weights."""
+        grid, have = self.engine_grid, 0.85 * self.machines.sheet.memory_bytes
+        weights = self.shape.total * self.width / (grid.tp * grid.dp)
+        token = features.cache_bytes(self.shape, self.width, grid.tp)
+        return grid.dp * max(0.1 * have, have - weights) / token
+
+    def ranks_of(self, name: str) -> list[int]:
+        if name == "ep" and self.row.folds:
+            return list(range(min(self.config.learn.parallel.ep, self.machines.devices)))
+        return super().ranks_of(name)
+
+    def passes(
+        self, prompts: Sequence[float], responses: Sequence[Sequence[float]], trains: bool = True
+    ) -> list[features.Pass]:
+        if self.row.is_padded:
+            prompts = [self.config.data.max_prompt_tokens] * len(prompts)
+            responses = [[self.row.longest] * len(group) for group in responses]
+        return super().passes(prompts, responses, trains)
+
+    def _gather_s(self, trains: bool) -> float:
+        """Megatron keeps a rank's weights whole, and only its optimizer in shares."""
+        return 0.0 if self.row.folds else super()._gather_s(trains)
+
+    @cached_property
+    def update_s(self) -> float:
+        spent = super().update_s
+        if self.row.folds:
+            held = self.shape.total / (self.config.learn.parallel.tp * self.config.learn.parallel.pp)
+            held /= self.config.learn.parallel.ep if self.shape.experts else 1
+            spent += 3 * links.all_gather_s(self.machines.topology, self.ranks_of("fsdp"), held * self.width)
+        return spent
+
+
+def predicted(row: Row) -> dict[str, Any]:
     learners = row.learners or row.devices
     sizes = {name: row.learn.get(name, 1) for name in ("tp", "pp", "cp", "ep")}
-    inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    teams = learners // (sizes["tp"] * sizes["pp"] * sizes["cp"])
+    shards = row.shards or teams
     prompt, response = row.lengths
     plain: dict[str, Any] = {
         "model": {"path": row.model, "dtype": "bfloat16"},
-        "data": {"max_prompt_tokens": max(1, round(prompt * 2))},
-        "rollout": {"max_new_tokens": row.longest, "tp": row.rollout_tp, "concurrent": 256},
+        "data": {"max_prompt_tokens": row.longest_prompt or max(1, round(prompt * 2))},
+        "rollout": {
+            "max_new_tokens": row.longest,
+            "tp": row.rollout_tp,
+            "dp": row.rollout_dp,
+            "concurrent": row.at_once,
+        },
         "train": {
             "prompts_per_step": row.samples[0],
             "samples_per_prompt": row.samples[1],
             "updates_per_step": row.updates,
-            "tokens_per_microbatch": max(8192, row.longest),
+            "tokens_per_microbatch": row.micro or max(8192, row.longest),
         },
         "algorithm": {
             "name": "grpo",
             "old_logprobs": "recompute" if "old" in row.scores else "rollout",
             "kl": {"coef": 0.01 if "reference" in row.scores else 0.0},
         },
-        "learn": {"recompute": row.recompute, "share_prompts": False, "parallel": {**sizes, "fsdp": learners // inner}},
-        "flow": {"schedule": row.schedule},
+        "learn": {
+            "recompute": row.recompute,
+            "share_prompts": False,
+            "parallel": {**sizes, "fsdp": shards, "replicate": teams // shards},
+        },
+        "flow": {"schedule": row.schedule, **({"max_staleness": row.steps_ahead} if row.schedule == "async" else {})},
         "cluster": {
             "executor": "ray",
-            "rollouts": max(1, (row.devices - row.learners) // row.rollout_tp),
+            "rollouts": max(1, (row.devices - row.learners) // row.rollout_tp // row.rollout_dp),
             "placement": {"rollout": "separated" if row.learners else "colocated"},
         },
     }
-    config = Config.model_validate(plain)
-    machines = hardware.cluster_of(row.device, -(-row.devices // row.per_node), min(row.per_node, row.devices))
-    model = TimeModel(config, machines)
-    lengths = Lengths(prompt, response, row.longest, row.sigma)
-    step = step_estimate.estimate(model, lengths)
+    nodes = -(-row.devices // row.per_node)
+    machines = hardware.cluster_of(row.device, nodes, min(row.per_node, row.devices), row.between)
+    model = Published(row, Config.model_validate(plain), machines)
+    step = step_estimate.estimate(model, Lengths(prompt, response, row.longest, row.sigma))
     return {"seconds": step.seconds, "parts": step.parts, "limit": step.limit, "mfu": step.mfu(machines.sheet.flops)}
 
 
@@ -211,11 +302,14 @@ def table(rows: Sequence[Row] = ROWS) -> list[dict[str, Any]]:
     ]
 
 
+ALIKE = ("system", "model", "device", "samples", "longest")  # of two layouts that are compared
+
+
 def orders(found: Sequence[dict[str, Any]], rows: Sequence[Row] = ROWS) -> list[dict[str, Any]]:
     """Of two layouts that one system published for one model: is the faster one the one that is predicted so?"""
     pairs = []
     for (one, a), (other, b) in combinations(zip(rows, found, strict=True), 2):
-        if (one.system, one.model, one.device, one.samples) != (other.system, other.model, other.device, other.samples):
+        if any(getattr(one, key) != getattr(other, key) for key in ALIKE):
             continue
         pairs.append(
             {

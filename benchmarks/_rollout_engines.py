@@ -51,12 +51,12 @@ class Shape:
         from transformers import AutoModelForCausalLM
 
         import tidemill.models.attention.registry  # noqa: F401  registers the attention
-        from tidemill.models.mixture import experts
+        from tidemill.models.calling import plug
 
         torch.manual_seed(0)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(self.config, attn_implementation="tidemill", dtype=self.dtype)
-        experts.plug(model)
+        plug(model)
         return model.eval()
 
 
@@ -71,11 +71,11 @@ def captured(model: Any, **settings: Any) -> Any:
     return engine
 
 
-def native(shape: Shape, works: list[Work]) -> Roll:
+def native(shape: Shape, works: list[Work], weights: str = "same") -> Roll:
     from tidemill.rollout.engine import Request, Sampling
 
     seqs, window = max(work.lengths.size for work in works), max(work.window for work in works)
-    engine = captured(shape.model, max_seqs=seqs, max_len=window)
+    engine = captured(shape.model, max_seqs=seqs, max_len=window, weights=weights)
 
     def roll(work: Work, brief: bool) -> int:
         for i, prompt in enumerate(work.prompts):
@@ -142,7 +142,7 @@ def hf_batching(shape: Shape, works: list[Work]) -> Roll:
     return roll
 
 
-def vllm_job(shape: Shape, works: dict[str, Work], repeats: int) -> dict[str, Any]:
+def vllm_job(shape: Shape, works: dict[str, Work], repeats: int, rounding: str = "same") -> dict[str, Any]:
     """What `_vllm_peer.py` is to measure, in a process where only vLLM lives."""
     parameters = sum(p.numel() for p in Shape(shape.config, "meta").model.parameters())
     window = max(work.window for work in works.values()) + 1
@@ -155,6 +155,9 @@ def vllm_job(shape: Shape, works: dict[str, Work], repeats: int) -> dict[str, An
         "sequences": max(work.lengths.size for work in works.values()),
         "vocab": shape.config.vocab_size,
         "repeats": repeats,
+        "quantization": None if rounding == "same" else rounding,
+        # Of models with states vLLM decides itself: the copies of states that it keeps may cost more than they save.
+        "prefix_caching": None if hasattr(shape.config, "linear_num_value_heads") else True,
         "cases": {name: {"prompts": w.prompts, "lengths": w.lengths.tolist()} for name, w in works.items()},
     }
 
@@ -167,10 +170,11 @@ def _vllm_folder(shape: Shape) -> str:
     """A config and a tokenizer of one word: vLLM wants to see one."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     folder = tempfile.mkdtemp()
     config = type(shape.config)(**{**shape.config.to_dict(), "eos_token_id": 2, "dtype": shape.dtype})
-    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(folder)
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<bos>": 1, "<end>": 2}, unk_token="<pad>"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)

@@ -24,7 +24,8 @@ def main(job: dict[str, Any], result: Path) -> None:
     started = time.perf_counter()
     llm = LLM(
         folder, load_format="dummy" if job["is_dummy"] else "auto", dtype=job["dtype"], seed=0,
-        max_model_len=job["window"], max_num_seqs=job["sequences"], enable_prefix_caching=True, disable_log_stats=True,
+        max_model_len=job["window"], max_num_seqs=job["sequences"], enable_prefix_caching=job["prefix_caching"],
+        disable_log_stats=True, quantization=job["quantization"],
         **({} if is_cpu else {"gpu_memory_utilization": 0.6}),
     )  # fmt: skip
     start_s = time.perf_counter() - started

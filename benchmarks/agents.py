@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import _conversations
-from benchmarks._recipe_runs import Job, run_one
+from benchmarks._recipe_runs import Came, Job, read, run_one
 from tidemill.errors import ConfigError
 
 ABOUT = "agents: sampled against learned tokens over conversations, and accuracy before and after by agent and seed"
 # agents: which learn; none: `--agents none`. conversations: compared, none at 0. venvs: where `make test-clients` put
-# its environments, up to the hyphen. runs: a folder for the runs, to keep them.
+# its environments, up to the hyphen. runs: a folder that keeps the runs; a finished run found there is not repeated.
 OPTIONS = {
     "agents": ["openai", "mcp", "duel", "verifiers"],
     "seeds": 3,
@@ -67,10 +68,11 @@ def learned(name: str, seeds: int, folder: Path, venvs: str, settings: list[str]
         own += [f"data.args.python={python}"] if name == "verifiers" else []
     before, after, seconds = list[float](), list[float](), list[float]()
     for seed in range(1, seeds + 1):
-        came = run_one(Job(recipe, seed, tuple(own)), folder, _deadline())
+        job = Job(recipe, seed, tuple(own))
+        came = finished(job, folder) or run_one(job, folder, time.monotonic() + LIMIT_S)
         before.append(came.before["greedy"])
         after.append(came.after["greedy"])
-        seconds.append(came.seconds)
+        seconds.append(came.summary["seconds"])
     return {
         f"{name}/before": before,
         f"{name}/after": after,
@@ -79,7 +81,10 @@ def learned(name: str, seeds: int, folder: Path, venvs: str, settings: list[str]
     }
 
 
-def _deadline() -> float:
-    import time
-
-    return time.monotonic() + LIMIT_S
+def finished(job: Job, folder: Path) -> Came | None:
+    """Read a run that an earlier call brought to its end."""
+    place = folder / job.name
+    if not (place / "summary.json").exists():
+        return None
+    came = read(job, place)
+    return came if came.summary["accuracy_after"] is not None else None

@@ -1,7 +1,8 @@
 """How fast each rollout engine makes tokens: `fixed` and `tail` workloads, several model shapes, peers beside us.
 
 Both workloads have 64 prompts of 256 tokens with 8 samples each. `fixed` makes 512 tokens per sample; `tail` draws
-lengths from a log-normal with median 330, at most 2048. On a CPU one thread works and tokens are counted per
+lengths from a log-normal with median 330, at most 2048. A case that ends in `fp8` or `int8` serves 8-bit weights and
+inputs (vLLM too: its own fp8). On a CPU one thread works and tokens are counted per
 CPU-second, so that a busy machine does not decide; sizes are cut down as `SIZES` says.
 """
 
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks._rollout_engines import ENGINES, VLLM, Roll, Shape, Work, vllm_job
+from benchmarks._rollout_engines import ENGINES, VLLM, Roll, Shape, Work, native, vllm_job
 from tidemill.bench import peer_environment
 from tidemill.device import mapped
 from tidemill.errors import ConfigError
@@ -49,6 +51,8 @@ SHAPES = {
     "moe64": (2048, 12, 16, 4, 128, 768, 151936, True),
     "a3b": (2048, 12, 32, 4, 128, 768, 151936, False),  # Qwen3-30B-A3B with a quarter of its layers
     "moe": (256, 4, 4, 2, 64, 128, 8192, True),
+    "q35": (2048, 24, 8, 2, 256, 6144, 248320, True),  # Qwen3.5-2B: three of four layers are gated delta nets
+    "states": (256, 4, 4, 2, 64, 512, 8192, True),  # the same, small
     "dsv3": (7168, 3, 128, 128, 128, 2048, 129280, False),  # DeepSeek-V3 with one dense layer and two mixtures
 }
 # Of mixtures: how many experts a layer has, and how many a token uses; "intermediate" above is that of one expert.
@@ -65,15 +69,20 @@ class Size:
     longest: int = 2048
 
 
+DELTA_NETS = {"q35": (16, 128), "states": (4, 32)}  # heads and their width
 SIZES = {
     "quickstart": Size(prompts=32, prompt=128, response=128, median=82, longest=512),
     "60m": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
     "moe": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
+    "states": Size(prompts=8, prompt=128, response=64, median=41, longest=256),
 }
-CPU_CASES = ("fixed-quickstart", "tail-quickstart", "fixed-60m", "tail-60m", "fixed-moe", "tail-moe")
+CPU_CASES = (
+    "fixed-quickstart", "tail-quickstart", "fixed-60m", "tail-60m", "fixed-moe", "tail-moe", "fixed-states",
+    "fixed-60m-int8",
+)  # fmt: skip
 GPU_CASES = (
-    "fixed-0.5b", "tail-0.5b", "fixed-1.5b", "tail-1.5b", "fixed-7b", "tail-7b",
-    "fixed-moe64", "tail-moe64", "fixed-a3b", "tail-a3b", "fixed-dsv3", "tail-dsv3",
+    "fixed-0.5b", "tail-0.5b", "fixed-1.5b", "tail-1.5b", "fixed-7b", "tail-7b", "fixed-7b-fp8", "tail-7b-fp8",
+    "fixed-moe64", "tail-moe64", "fixed-a3b", "tail-a3b", "fixed-dsv3", "tail-dsv3", "fixed-q35", "tail-q35",
 )  # fmt: skip
 TAIL_SIGMA = 0.8
 
@@ -135,7 +144,7 @@ def _by_shape(engine: str, names: list[str]) -> dict[str, list[str]]:
     """Cases that one process measures."""
     together: dict[str, list[str]] = {}
     for name in names:
-        together.setdefault(name.split("-")[1] if engine in VLLM else name, []).append(name)
+        together.setdefault(name.partition("-")[2] if engine in VLLM else name, []).append(name)
     return together
 
 
@@ -203,7 +212,7 @@ class Apart:
         works = {name: _work(name) for name in names}
         shape = _shape(names[0].split("-")[1], self.device, max(work.window for work in works.values()))
         job = result.with_suffix(".job")
-        job.write_text(json.dumps(vllm_job(shape, works, self.repeats)))
+        job.write_text(json.dumps(vllm_job(shape, works, self.repeats, _rounding(names[0]))))
         words = [VLLM_PYTHON or sys.executable, str(Path(__file__).with_name("_vllm_peer.py")), str(job), str(result)]
         return words, _vllm_environment(self.device) | VLLM[engine]
 
@@ -236,8 +245,13 @@ def _add_floor(case: dict[str, Any]) -> None:
             row["share_of_floor"] = case["share_of_floor"] * row["tokens_per_s"] / case["tokens_per_s"]
 
 
+def _rounding(name: str) -> str:
+    """What a case serves its weights in."""
+    return name.split("-")[2] if name.count("-") > 1 else "same"
+
+
 def _work(name: str) -> Work:
-    workload, shape = name.split("-")
+    workload, shape = name.split("-")[:2]
     size, vocabulary = SIZES.get(shape, Size()), SHAPES[shape][6]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, vocabulary, (size.prompts, size.prompt)).tolist()
@@ -254,10 +268,13 @@ def measure(engine: str, names: list[str], device: str, repeats: int, result: Pa
         torch.set_num_threads(1)
     works = {name: _work(name) for name in names}
     shape = _shape(names[0].split("-")[1], device, max(work.window for work in works.values()))
-    floors = {name: _floor_ms(shape, work) for name, work in works.items()} if engine == "native" else {}
+    # What 8 bits would take at best is not worked out.
+    has_floor = engine == "native" and _rounding(names[0]) == "same"
+    floors = {name: _floor_ms(shape, work) for name, work in works.items()} if has_floor else {}
     shape.model  # noqa: B018  before the clock starts
     started = time.perf_counter()
-    roll = ENGINES[engine](shape, list(works.values()))
+    make = partial(native, weights=_rounding(names[0])) if engine == "native" else ENGINES[engine]
+    roll = make(shape, list(works.values()))
     start_s = time.perf_counter() - started
     rows: dict[str, Any] = {}
     for name, work in works.items():
@@ -311,7 +328,7 @@ def _peak_gib(device: str) -> float:
 
 
 def _shape(name: str, device: str, window: int) -> Shape:
-    from transformers import DeepseekV3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+    from transformers import DeepseekV3Config, Qwen2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
     if name == "dsv3":
         special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -324,17 +341,22 @@ def _shape(name: str, device: str, window: int) -> Shape:
         return Shape(config, device)
     hidden, layers, heads, kv_heads, dim, inside, vocabulary, tied = SHAPES[name]
     kind: Any = Qwen3Config if name in SIZES else Qwen2Config
-    mixture: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    if name in DELTA_NETS:
+        count, wide = DELTA_NETS[name]
+        kind = Qwen3_5TextConfig
+        more = {"linear_num_key_heads": count, "linear_num_value_heads": count}
+        more |= {"linear_key_head_dim": wide, "linear_value_head_dim": wide}
     if name in EXPERTS:
         experts, used = EXPERTS[name]
         kind = Qwen3MoeConfig
-        mixture = {"num_experts": experts, "num_experts_per_tok": used, "norm_topk_prob": True}
-        mixture["moe_intermediate_size"] = inside
+        more = {"num_experts": experts, "num_experts_per_tok": used, "norm_topk_prob": True}
+        more["moe_intermediate_size"] = inside
     config = kind(
         vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=dim, intermediate_size=inside, tie_word_embeddings=tied,
         max_position_embeddings=max(window, 4096), bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        **mixture,
+        **more,
     )  # fmt: skip
     return Shape(config, device)
 
@@ -347,6 +369,11 @@ def _floor_ms(shape: Shape, work: Work) -> float:
     layers, heads, kv_heads, dim = (
         config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     )  # fmt: skip
+    state = 0  # bytes that a sequence's delta nets read and write for one token
+    if hasattr(config, "linear_num_value_heads"):
+        nets = list(config.layer_types).count("linear_attention")
+        layers -= nets
+        state = 2 * 4 * nets * config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
     if hasattr(config, "kv_lora_rank"):  # a latent and a rotary key that all heads share
         kv_heads, dim = 1, (config.kv_lora_rank + config.qk_rope_head_dim) / 2
     named = dict(Shape(config, "meta").model.named_parameters())
@@ -369,7 +396,7 @@ def _floor_ms(shape: Shape, work: Work) -> float:
         # A group's prompt is read once; each sample reads what it made itself.
         cached = int(running.any(1).sum()) * prompt + rows * step
         flops = 2 * used * rows + 4 * layers * heads * dim * rows * (prompt + step)
-        total += max(flops / flops_per_s, (weights * width + cached * per_token) / bytes_per_s)
+        total += max(flops / flops_per_s, (weights * width + cached * per_token + rows * state) / bytes_per_s)
     return total * 1e3
 
 

@@ -42,6 +42,24 @@ def test_settings_that_work_pass():
         ("model.tiny.window=100", "model.tiny.window is 100 tokens, less than"),
         ("data.max_prompt_tokens=250", "data.max_prompt_tokens=192 would do"),
         ("rollout.cache_tokens=100", "rollout.cache_tokens is 100, but one sample needs"),
+        ("rollout.weights=int8 & rollout.engine=hf", "rollout.weights is int8, but hf does not have this setting"),
+        ("rollout.weights=fp8 & rollout.batch_invariant=true", "8 bits round"),
+        ("rollout.vllm.args={quantization: fp8}", "rollout.engine=vllm would do, or leave it out"),
+        ("rollout.engine=vllm & rollout.vllm.args={max_num_seqs: 4}", "which Tidemill sets; use rollout.concurrent"),
+        ("rollout.engine=vllm & rollout.vllm.args={logprobs_mode: raw}", "so that it can load weights and score"),
+        ("rollout.engine=vllm & rollout.vllm.args={tensor_parallel_size: x}", "is x, but it is a number of devices"),
+        (
+            "rollout.engine=vllm & rollout.vllm.args={tensor_parallel_size: 2} & cluster.executor=processes",
+            "each rollout worker has one device; cluster.executor=local would do",
+        ),
+        (
+            "rollout.engine=vllm & rollout.vllm.args={tensor_parallel_size: 2} & rollout.top_p=0.9",
+            "works in one process; rollout.top_p=1",
+        ),
+        (
+            "rollout.weights=int8 & model.tiny.architecture=gemma2",
+            "rollout.weights is int8, but gemma2 is not among the models that it works for",
+        ),
         (
             "learn.moe.balance=bias & rollout.engine=vllm",
             "rollout.engine=native would do, or learn.moe.balance=aux_loss",

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+pytest.importorskip("gem")
 from tidemill.environment import gem, gymnasium, skyrl, textarena
 from tidemill.environment.api import Task
 from tidemill.errors import ConfigError
@@ -26,12 +27,7 @@ def guess(game, low=1, high=10):
         low, high = (middle + 1, high) if "higher" in turn.text else (low, middle - 1)
 
 
-@pytest.fixture
-def has_gem():
-    pytest.importorskip("gem")
-
-
-def test_a_game_of_gem_is_won_by_halves(has_gem):
+def test_a_game_of_gem_is_won_by_halves():
     for seed in range(8):
         game = gem.maker(GUESS)(Task(seed=seed))
         assert "between 1 and 10" in game.reset()
@@ -39,13 +35,13 @@ def test_a_game_of_gem_is_won_by_halves(has_gem):
         assert is_found and gained[-1] == 1.0 and len(gained) <= 4
 
 
-def test_a_wrong_form_ends_a_game_of_gem(has_gem):
+def test_a_wrong_form_ends_a_game_of_gem():
     game = gem.maker(GUESS)(Task(seed=1))
     game.reset()
     assert game.step("seven").is_done
 
 
-def test_games_of_gem_do_not_disturb_each_other_or_the_common_generator(has_gem):
+def test_games_of_gem_do_not_disturb_each_other_or_the_common_generator():
     def openings(count):
         games = [gem.maker("game:Minesweeper-v0-easy")(Task(seed=seed)) for seed in range(count)]
         return [game.reset() for game in games], games
@@ -66,24 +62,23 @@ def test_games_of_gem_do_not_disturb_each_other_or_the_common_generator(has_gem)
     assert random.random() == expected
 
 
-def test_importing_gem_leaves_logging_as_it_was(has_gem):
+def test_importing_gem_leaves_logging_as_it_was():
     handlers = list(logging.getLogger().handlers)
     gem.package()
     assert logging.getLogger().handlers == handlers
 
 
-def test_an_unknown_game_of_gem_is_refused(has_gem):
+def test_an_unknown_game_of_gem_is_refused():
     with pytest.raises(ConfigError, match="gem:game:Nothing"):
         gem.maker("game:Nothing-v0")(Task(seed=1))
 
 
-def test_openings_of_gem_are_problems_that_their_seed_gives_again(has_gem):
+def test_openings_of_gem_are_problems_that_their_seed_gives_again():
     problem = gem.generator(GUESS)(random.Random(3))
     assert gem.maker(GUESS)(Task(meta=problem.meta)).reset() == problem.prompt
 
 
 def test_an_environment_of_skyrl_gym_gives_rewards_by_turn():
-    pytest.importorskip("skyrl_gym")
     task = Task("42", {"extra_info": {"max_turns": 3}}, prompt="6*7?")
     made = skyrl.maker("gsm8k_multi_turn")(task)
     assert made.reset() == "6*7?"
@@ -123,13 +118,11 @@ def test_an_environment_of_ones_own_with_init_and_step_needs_no_package(tmp_path
 
 
 def test_an_unknown_environment_of_skyrl_gym_is_refused():
-    pytest.importorskip("skyrl_gym")
     with pytest.raises(ConfigError, match="skyrl:nothing"):
         skyrl.maker("nothing")
 
 
 def test_a_game_of_gymnasium_is_played_by_its_text():
-    pytest.importorskip("gymnasium")
     moves = {"actions": ["left", "down", "right", "up"], "is_slippery": False}
     game = gymnasium.maker("FrozenLake-v1")(Task(seed=3), **moves)
     assert "[S]" in game.reset()
@@ -141,7 +134,6 @@ def test_a_game_of_gymnasium_is_played_by_its_text():
 
 
 def test_a_game_of_textarena_tells_only_what_is_new():
-    pytest.importorskip("textarena")
     game = textarena.maker("GuessTheNumber-v0")(Task(seed=3))
     opening = game.reset()
     turn = game.step("[7]")
@@ -149,7 +141,6 @@ def test_a_game_of_textarena_tells_only_what_is_new():
 
 
 def test_a_game_of_textarena_for_two_ends_zero_sum():
-    pytest.importorskip("textarena")
     game = textarena.several("TicTacToe-v0", 2)(Task(seed=3))
     round_, cells = game.reset(), iter("041526378")
     said = []

@@ -7,7 +7,8 @@ from tests.learn.test_engine import CPU, SHAPE, config, samples
 from tidemill.algorithms.shared.registry import get
 from tidemill.check import rules
 from tidemill.learn.engine import Learner, freeze, score
-from tidemill.models.layers.narrow import NarrowLinear, encode
+from tidemill.models.layers.eight import DTYPES, encode
+from tidemill.models.layers.narrow import NarrowLinear
 from tidemill.models.load import make_tiny
 from tidemill.recipe.config import Config
 
@@ -16,7 +17,7 @@ from tidemill.recipe.config import Config
 def test_a_rounded_weight_is_within_half_a_step_of_the_weight(weights, most):
     torch.manual_seed(0)
     weight = torch.randn(24, 40) * torch.logspace(-4, 2, 24)[:, None]
-    code, scale = encode(weight, weights)
+    code, scale = encode(weight, DTYPES[weights])
     gap = (code.float() * scale[:, None] - weight).abs()
     bound = weight.abs().amax(1, keepdim=True) if weights == "int8" else weight.abs()
     assert (gap <= most * bound + 1e-3 * most * weight.abs().amax(1, keepdim=True)).all()
@@ -62,7 +63,7 @@ def test_stacked_experts_are_narrow_too_and_nearly_all_of_a_mixtures_bytes_go(na
     with torch.no_grad():  # the plain form: the same rounded weights, wide
         for n, p in model.named_parameters():
             if n in rounded:
-                code, scale = encode(p, weights)
+                code, scale = encode(p, DTYPES[weights])
                 p.copy_(code.float() * scale[..., None])
     np.testing.assert_allclose(near, score(model, batch, models.config()).values, atol=2e-4)
 

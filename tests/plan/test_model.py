@@ -16,7 +16,7 @@ from tidemill.plan.calibration import Calibration, Grid
 from tidemill.plan.decoding import DecodingClock, Sample, Trunk, drain
 from tidemill.plan.features import Cut
 from tidemill.plan.fit import fit, off
-from tidemill.plan.step_estimate import estimate
+from tidemill.plan.step_estimate import drawn, estimate, rollout_of
 from tidemill.plan.time_model import TimeModel, calibration_for
 from tidemill.recipe.config import Config
 from tidemill.topology.tree import KINDS, Level, Topology
@@ -96,6 +96,16 @@ def test_async_is_never_slower_than_sync_by_estimate() -> None:
     assert seconds(ahead) <= seconds(config)
 
 
+def test_engines_that_hold_several_steps_have_fuller_slots() -> None:
+    layout: dict[str, Any] = {"cluster": {"rollouts": 8}, "learn": {"parallel": {"fsdp": 8}}}
+    machines = hardware.cluster_of("H200", 2)
+    one, four = (config_of(**layout, flow={"schedule": "async", "max_staleness": n}) for n in (1, 4))
+    own = drawn(one, lengths.of(one, "256,1000"))
+    apart, together = (rollout_of(TimeModel(config, machines), own) for config in (one, four))
+    assert together.rows > 2 * apart.rows and together.seconds < 0.7 * apart.seconds
+    assert together.tokens == pytest.approx(apart.tokens, rel=0.15)  # of the busiest engine
+
+
 def test_an_engine_makes_every_token_once_and_never_more_samples_at_once_than_slots() -> None:
     model = TimeModel(config_of(), hardware.cluster_of("H200", 1))
     rng = np.random.default_rng(1)
@@ -143,6 +153,25 @@ def test_memory_traffic_of_a_mixture_grows_with_the_experts_that_are_touched() -
     shape = replace(TimeModel(config_of(model={"path": "qwen3-30b-a3b"}), hardware.cluster_of("H200", 1)).shape)
     few, many = (features.experts_s(made, shape, tokens, 2, Cut()) for tokens in (1, 512))
     assert 5 < many / few < 200
+
+
+def test_an_engine_of_several_devices_reads_all_of_its_experts() -> None:
+    read = {}
+    for tp in (1, 4):
+        config = config_of(model={"path": "qwen3-30b-a3b"}, rollout={"tp": tp}, cluster={"rollouts": 1})
+        model = TimeModel(config, hardware.cluster_of("H200", 1))
+        cost = features.decode(model.made, model.shape, 512, 0.0, model.width, model.engine_cut)
+        read[tp] = cost["decode.experts"]
+    assert read[4] > 0.99 * read[1] / 4
+
+
+@pytest.mark.parametrize("model", ["qwen3-235b-a22b", "deepseek-v3"])
+def test_experts_are_never_read_faster_than_the_memory_allows(model: str) -> None:
+    made = calibration.shipped("h200.json")
+    shape = TimeModel(config_of(model={"path": model}), hardware.cluster_of("H200", 1)).shape
+    spent = made.coefficients["decode.experts"] * features.decode(made, shape, 512, 0.0, 2, Cut())["decode.experts"]
+    moved = 2 * shape.moe_layers * shape.experts * 3 * shape.hidden * shape.expert_width
+    assert 0.99 < spent / (moved / made.bytes_per_s) < 4  # above the roofline, and of its order
 
 
 @pytest.mark.parametrize(

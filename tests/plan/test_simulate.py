@@ -13,6 +13,7 @@ from tidemill.plan.simulate.failures import Faults
 from tidemill.plan.simulate.kernel import Kernel, Task
 from tidemill.plan.simulate.run import Simulation, simulate
 from tidemill.plan.simulate.shared import Share
+from tidemill.plan.step_estimate import estimate
 from tidemill.plan.time_model import TimeModel
 
 
@@ -33,6 +34,15 @@ def test_every_step_learns_from_every_sample_once() -> None:
 def test_streamed_and_async_hide_work_behind_the_tail() -> None:
     seconds = {name: simulated(flow={"schedule": name}).step_s() for name in ("sync", "streamed", "async")}
     assert seconds["streamed"] < seconds["sync"] and seconds["async"] < seconds["streamed"]
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_the_estimate_of_async_agrees_with_the_simulator(staleness: int) -> None:
+    layout: dict[str, Any] = {"cluster": {"rollouts": 8}, "learn": {"parallel": {"fsdp": 24}}}
+    config = config_of(**layout, flow={"schedule": "async", "max_staleness": staleness}, train={"prompts_per_step": 32})
+    model, own = TimeModel(config, hardware.cluster_of("H200", 4)), Lengths(256, 1000, 2048, 0.3)
+    steps = simulate(model, own, steps=13, seed=1).steps[3:]
+    assert estimate(model, own).seconds == pytest.approx(sum(s.seconds for s in steps) / len(steps), rel=0.2)
 
 
 def test_no_sample_is_older_than_the_schedule_allows() -> None:
@@ -108,3 +118,13 @@ def test_an_interrupted_task_gives_what_is_left() -> None:
     kernel.at(2.0, task.wake)
     kernel.run(10.0, lambda: False)
     assert left == [pytest.approx(3.0)]
+
+
+def test_a_recipe_that_asks_for_more_devices_than_the_cluster_has_is_refused_before_simulating() -> None:
+    from tidemill.cli.simulate import check_devices
+    from tidemill.errors import ConfigError
+
+    config = config_of()
+    check_devices(TimeModel(config, hardware.cluster_of("H200", 1)))
+    with pytest.raises(ConfigError, match=r"asks for 8 devices, and .* has 4"):
+        check_devices(TimeModel(config, hardware.cluster_of("H200", 1, 4)))

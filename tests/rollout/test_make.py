@@ -26,13 +26,13 @@ def test_turns_are_read_once_where_there_are_some(environment: dict[str, str] | 
     assert isinstance(engine, NativeEngine) and engine.reuse_prefix == (environment is not None)
 
 
-def test_a_devices_plug_in_of_vllm_is_told_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_for_vllm_reach_it_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
     monkeypatch.setattr("tidemill.rollout.vllm.start", lambda model, **options: told.update(options))
-    settings = {"weight_nz_mode": 0, "rl_config": {"enabled": True}}
-    config = Config.model_validate({"rollout": {"engine": "vllm", "vllm": {"additional_config": settings}}})
+    settings = {"additional_config": {"weight_nz_mode": 0, "rl_config": {"enabled": True}}, "quantization": "fp8"}
+    config = Config.model_validate({"rollout": {"engine": "vllm", "vllm": {"args": settings}}})
     make_plain(LoadedModel(tiny_model("qwen2"), None, (2,), 256), config)
-    assert told["additional_config"] == settings
+    assert {name: told[name] for name in settings} == settings
 
 
 def test_each_turn_reads_only_what_is_new() -> None:

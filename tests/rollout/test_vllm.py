@@ -4,6 +4,7 @@ by `benchmarks/gpu_vllm.py`."""
 from __future__ import annotations
 
 import copy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 
-from tidemill.errors import ModelError
+from tidemill.errors import ConfigError, ModelError
 from tidemill.models import lora
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
-from tidemill.rollout.vllm import VLLMEngine, _router_biases, check_version
+from tidemill.rollout.vllm import VLLMEngine, _router_biases, check_version, start
 from tidemill.rollout.vllm_kept import KeptMass
 from tidemill.rollout.vllm_worker import WeightLoader
 
@@ -334,3 +335,19 @@ def test_the_bias_that_experts_are_chosen_by_goes_with_the_weights_and_our_own_d
     model.gate.register_buffer("e_score_correction_bias", torch.ones(4))
     model.gate.register_buffer("tide_bias", torch.ones(4))
     assert list(_router_biases(model)) == ["gate.e_score_correction_bias"]
+
+
+def test_an_argument_that_vllm_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def llm(folder: str, *, load_format: str, **known: Any) -> Any:
+        if "quantisation" in known:
+            raise TypeError("EngineArgs.__init__() got an unexpected keyword argument 'quantisation'")
+
+    modules = {
+        "vllm": SimpleNamespace(LLM=llm, SamplingParams=None, __version__="0.24.0"),
+        "vllm.sampling_params": SimpleNamespace(RequestOutputKind=None),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.raises(ConfigError, match=r"(?s)vLLM 0.24.0: .*'quantisation'.*rollout.vllm.args"):
+        start(tiny_model("qwen2"), eos_ids=[2], max_len=32, max_seqs=4, quantisation="fp8")

@@ -227,3 +227,18 @@ def test_a_bad_request_is_one_error(engine: VLLMEngine) -> None:
         engine, [Request(7, [VOCAB + 3], Sampling()), Request(8, [5], Sampling(logit_bias={3: 1.0})), *asked(1)]
     )
     assert done[7, 0].finish == done[8, 0].finish == "error" and done[0, 0].finish in ("stop", "length")
+
+
+def test_an_engine_over_two_workers_takes_weights_and_scores_as_the_learner_does() -> None:
+    model = small_model(True)
+    engine = start(model, eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, tensor_parallel_size=2)
+    try:
+        done = roll(engine, asked())
+        assert all(c.error is None and c.tokens for c in done.values())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        engine.load(None, 1)
+        assert engine.parity is not None and engine.parity.mean < ROUNDING
+    finally:
+        engine.close()

@@ -36,6 +36,10 @@ def playing(folder):
     """Make an engine that plays a program's samples, and play some."""
     engines = []
 
+    def close():
+        while engines:
+            close_engine(engines.pop())
+
     def play(function, tasks, n=1, max_tokens=200, **environment):
         config = Config.model_validate(
             {
@@ -47,6 +51,7 @@ def playing(folder):
             }
         )
         loaded = open_folder(folder, config.model, torch.device("cpu"))
+        close()
         engine = make_engine(loaded, config)
         engines.append(engine)
         sampled = watched(engine.inner)
@@ -61,8 +66,7 @@ def playing(folder):
         return done, sampled, (loaded, config)
 
     yield play
-    for engine in engines:
-        close_engine(engine)
+    close()
 
 
 def watched(engine):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tidemill import device
 from tidemill.algorithms.shared import registry as algorithms
-from tidemill.check import algorithm, parallel, rules
+from tidemill.check import algorithm, parallel, rules, vllm_args
 from tidemill.check.model_folder import folder_problems
 from tidemill.check.sizes import longest_in_words, undivided, unfit, window_problems
 from tidemill.errors import ConfigError, TidemillError, did_you_mean, either, human
@@ -53,10 +53,27 @@ def problems(config: Config, model: ModelSettings) -> list[str]:
     """List what is wrong. `model` is the one that will be trained (a warm start's own)."""
     checks: tuple[Check, ...] = (_name, _steps, _lengths, _model, _data, _functions, _environment, _device)
     # Checks that depend on the algorithm's facts need one that exists.
-    ours: tuple[Check, ...] = (_batch, lambda c, _: rules.problems(c), _disk, parallel.problems, algorithm.problems)
+    ours: tuple[Check, ...] = (
+        _batch,
+        lambda c, _: rules.problems(c),
+        _eight_bits,
+        vllm_args.problems,
+        _disk,
+        parallel.problems,
+        algorithm.problems,
+    )
     unknown = list(_algorithm(config))
     found = [problem for one in (checks if unknown else (*checks, *ours)) for problem in one(config, model)]
     return [*unknown, *found]
+
+
+def _eight_bits(config: Config, model: ModelSettings) -> Iterator[str]:
+    """Refuse 8-bit rollout of a model that runs module by module there."""
+    shape, served = shape_of(model), families.served_over_ranks()
+    weights, is_native = config.rollout.weights, config.rollout.engine == "native"
+    if weights != "same" and is_native and shape is not None and shape.architecture not in served:
+        what = f"{shape.architecture} is not among the models that it works for: {', '.join(served)}"
+        yield unfit("rollout.weights", weights, what, "same would do")
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -166,6 +183,11 @@ def _functions(config: Config, _: ModelSettings) -> Iterator[str]:
 
 
 def _environment(config: Config, _: ModelSettings) -> Iterator[str]:
+    if config.model.policy is not None:
+        from tidemill.environment.vector import networks
+
+        yield from networks.problems(config)
+        return
     if config.environment is None:
         return
     from tidemill.environment import program, registry

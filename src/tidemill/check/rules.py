@@ -89,6 +89,7 @@ RULES = (
          "the reward ocr reads the prompt's images", "true"),
     # Rollout
     Rule("rollout.cache_dtype", lambda c: not_native(c) and c.rollout.cache_dtype != "auto", NATIVE, "auto"),
+    Rule("rollout.weights", lambda c: not_native(c) and c.rollout.weights != "same", NATIVE, "same"),
     Rule("rollout.speculate", lambda c: not_native(c) and c.rollout.speculate == "on", NATIVE, "auto"),
     Rule("rollout.page_size", lambda c: not_native(c) and c.rollout.page_size is not None, NATIVE, "none"),
     Rule("rollout.cache_tokens", lambda c: not_native(c) and c.rollout.cache_tokens is not None, NATIVE, "none"),
@@ -100,6 +101,8 @@ RULES = (
          "rollout.batch_invariant does not use the kernels that draft", "auto"),
     Rule("rollout.cache_dtype", lambda c: c.rollout.batch_invariant and c.rollout.cache_dtype != "auto",
          "it rounds, which rollout.batch_invariant must not", "auto"),
+    Rule("rollout.weights", lambda c: c.rollout.batch_invariant and c.rollout.weights != "same",
+         "8 bits round, which rollout.batch_invariant must not", "same"),
     Rule("learn.recompute", lambda c: c.rollout.batch_invariant and c.learn.recompute != "none",
          "layers would be recomputed outside rollout.batch_invariant", "none"),
     Rule(INVARIANT, lambda c: c.rollout.batch_invariant and (is_cut(c) or c.rollout.ranks > 1),

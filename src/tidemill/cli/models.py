@@ -41,7 +41,7 @@ def get(name: Name) -> None:
 
 @models.command("import")
 def import_(
-    source: Annotated[Path, typer.Argument(help="a .gguf file, or a checkpoint of verl, Megatron-core or FSDP2")],
+    source: Annotated[Path, typer.Argument(help="a .gguf file, or a checkpoint of verl, Megatron-core, FSDP2 or peft")],
     to: Annotated[Path, typer.Option("--to", help="the Hugging Face folder to write")],
     dtype: Annotated[str, typer.Option(help="dtype of the written weights: float32, bfloat16 or float16")] = "float32",
     tokenizer: Annotated[

@@ -13,6 +13,7 @@ from tidemill.cli.plan import Cluster, Json, Lengths, Measured
 
 if TYPE_CHECKING:
     from tidemill.plan.simulate.run import Simulation
+    from tidemill.plan.time_model import TimeModel
 
 
 @app.command(rich_help_panel=SCALE)
@@ -56,6 +57,7 @@ def simulate(
         more = {"replay_error": again.error, "measured_s": list(again.measured)}
     else:
         question = asked(recipe, overrides or (), cluster, lengths, calibration)
+        check_devices(question.model)
         faults = Faults(spread, slow_share, slow_factor, mtbf_hours, restart_s, contention, seed)
         found = simulated(
             question.model, question.lengths, steps=steps, faults=faults, seed=seed, save_every=save_every
@@ -71,6 +73,18 @@ def simulate(
         say(f"the run itself took {sum(again.measured):.3g} s; after its first steps the replay is off by {off}")
     if files:
         say(f"written: {', '.join(file.name for file in files)} in {out}; tidemill watch {out}")
+
+
+def check_devices(model: TimeModel) -> None:
+    """Refuse a recipe that asks for more accelerators than the cluster has."""
+    from tidemill.errors import ConfigError
+
+    have, name = model.machines.devices, model.machines.topology.name
+    if model.machines.sheet.kind != "cpu" and model.devices > have:
+        raise ConfigError(
+            f"the recipe asks for {model.devices} devices, and {name} has {have}",
+            "name a larger --cluster, or take a layout that fits: tidemill plan RECIPE --cluster … --write FILE",
+        )
 
 
 def _show(found: Simulation, said: str) -> None:

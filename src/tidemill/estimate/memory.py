@@ -34,7 +34,7 @@ class MemoryEstimate:
     layer: int  # one layer's backward pass, as far as it exceeds the logits it comes after
     update: int  # what the optimizer needs while it works, as far as it exceeds all that came before it
     cache: int
-    copies: int = 0  # the weights that a separated rollout serves, and the next ones beside them
+    copies: int = 0  # the weights that a separated rollout serves, and the next ones beside them; those in 8 bits
     mean: int = 0  # of the weights, for evaluations
     reward_model: int = 0  # a trained one, where it is beside the learner
 
@@ -90,10 +90,15 @@ def memory(
         layer=layer,
         update=update,
         cache=cache_tokens(config) * shape.layers * 2 * shape.kv_heads * shape.head_dim * width,
-        copies=2 * count * width if config.flow.is_separated else 0,
+        copies=(2 * count * width if config.flow.is_separated else 0) + eight_bit_bytes(config, shape),
         reward_model=reward_model_bytes(config),
         mean=4 * trained if learn.ema else 0,
     )
+
+
+def eight_bit_bytes(config: Config, shape: ModelShape) -> int:
+    """Of the codes that rollout multiplies by, where `rollout.weights` asks for 8 bits."""
+    return shape.layers * shape.layer if config.rollout.weights != "same" else 0
 
 
 def _teacher_parameters(config: Config, otherwise: int) -> int:

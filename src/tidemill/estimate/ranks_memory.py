@@ -84,7 +84,8 @@ def engine_share(config: Config, shape: ModelShape, grid: Grid) -> tuple[int, in
     head = 0 if shape.is_tied or grid.pp > 1 else -(-shape.embedding // grid.tp)
     weights = shape.embedding + shape.hidden + head + layers * (whole + -(-(shape.layer - whole) // grid.tp)) + experts
     kept = shape.kv_rank + shape.rotary if shape.is_latent else 2 * max(1, shape.kv_heads // grid.tp) * shape.head_dim
-    return weights * width, -(-cache_tokens(config) // grid.dp) * layers * kept * width
+    codes = layers * -(-shape.layer // grid.tp) if config.rollout.weights != "same" else 0  # one byte each
+    return weights * width + codes, -(-cache_tokens(config) // grid.dp) * layers * kept * width
 
 
 def trained_per_rank(config: Config, shape: ModelShape, parallel: ParallelSettings) -> int:

@@ -66,7 +66,10 @@ def matmuls_s(made: Calibration, shape: ModelShape, tokens: float, width: int, c
 def experts_s(
     made: Calibration, shape: ModelShape, tokens: float, width: int, cut: Cut, flops: float | None = None
 ) -> float:
-    """One layer's experts on one device. `tokens`: of each rank of an `ep` group, whose tokens meet at the experts."""
+    """One layer's experts on one device. `tokens`: of each rank of an `ep` group, whose tokens meet at the experts.
+
+    An accelerator computes all touched experts in one grouped product, a CPU one after the other. So the efficiency is
+    that of all of their elements, or of one's."""
     held = shape.experts / cut.ep
     routed = tokens * shape.experts_per_token  # on average as many come as go
     touched = held * (1 - (1 - 1 / max(held, 1)) ** max(routed, SMALL)) if held > 1 else min(1.0, routed)
@@ -74,7 +77,8 @@ def experts_s(
     flop = 2 * routed * work
     moved = (touched * work + routed * (2 * shape.hidden + 3 * shape.expert_width / cut.tp)) * width
     floor = max(flop / (flops or made.flops), moved / made.bytes_per_s)
-    return floor / made.matmul.at(max(1.0, routed / max(touched, 1)), work / 3)
+    at_once = 1.0 if made.device == "cpu" else max(1.0, touched)
+    return floor / made.matmul.at(max(1.0, routed / max(touched, 1)), at_once * work / 3)
 
 
 def cache_bytes(shape: ModelShape, width: int, tp: int = 1) -> float:

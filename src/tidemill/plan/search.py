@@ -268,7 +268,7 @@ class Search:
 
     def _timed(self, model: TimeModel) -> StepEstimate:
         c = model.config
-        engine = (model.engines, model.engine_grid, c.rollout.concurrent, c.rollout.cache_tokens)
+        engine = (model.engines, model.engine_grid, c.rollout.concurrent, c.rollout.cache_tokens, c.flow.schedule)
         if engine not in self._rollouts:
             self._rollouts[engine] = step_estimate.rollout_of(model, self.own)
         learner = (c.learn.parallel, model.learners, c.train.tokens_per_microbatch, c.learn.recompute)

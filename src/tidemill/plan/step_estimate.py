@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from tidemill.plan.decoding import Drained, drain
 from tidemill.plan.lengths import Lengths
 from tidemill.plan.time_model import TimeModel
 from tidemill.recipe.config import Config
+
+STEPS_AHEAD = 8  # more than so many steps in the engines at once change nothing: their slots are full
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +103,43 @@ def _active(model: TimeModel) -> float:
     return shape.total - asleep
 
 
-def rollout_of(model: TimeModel, own: Sequence[tuple[int, Sequence[int]]]) -> Drained:
+def rollout_of(model: TimeModel, own: Groups) -> Drained:
+    """A step of the engine that has most to do. Under async it holds the tail of one step and the steps ahead together,
+    and this is their mean."""
+    flow = model.config.flow
+    ahead = min(1 + flow.max_staleness, STEPS_AHEAD) if flow.schedule == "async" else 1
+    if ahead == 1:
+        return _rollout_of(model, own)
+    several = _rollout_of(model, [*own] * ahead)
+    ends = tuple(end / ahead for end in several.ends)
+    return Drained(several.seconds / ahead, several.tokens / ahead, ends, several.rows)
+
+
+def _rollout_of(model: TimeModel, own: Groups) -> Drained:
     """Of the engine that has most to do: groups are dealt out as engines have room."""
     engines = min(model.engines, len(own))
-    loads = [0.0] * engines
-    dealt: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(engines)]
     share = -(-len(own) // engines)
-    for group in own:
-        at = min((i for i in range(engines) if len(dealt[i]) < share), key=lambda i: loads[i])
-        dealt[at].append(group)
-        loads[at] += sum(group[1])
+    dealt, loads = _deal(own, [sum(responses) for _, responses in own], engines, share)
     slots = model.config.rollout.concurrent
     busiest = sorted(range(engines), key=lambda i: (-max(max(g[1]) for g in dealt[i]), -loads[i]))[:2]
     chosen = {*busiest, int(np.argmax(loads))}
     return max((drain(model, dealt[i], slots, model.cache_capacity()) for i in chosen), key=lambda d: d.seconds)
+
+
+def _deal(groups: Groups, loads: Sequence[float], count: int, most: int) -> tuple[list[Groups], list[float]]:
+    """Give each group in turn to the one that has least to do and fewer than `most` groups."""
+    dealt: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(count)]
+    given = [0.0] * count
+    free = [(0.0, i) for i in range(count)]
+    for group, load in zip(groups, loads, strict=True):
+        _, i = free[0]
+        dealt[i].append(group)
+        given[i] += load
+        if len(dealt[i]) < most:
+            heapq.heapreplace(free, (given[i], i))
+        else:
+            heapq.heappop(free)
+    return list(dealt), given
 
 
 def learning_parts(model: TimeModel, own: Sequence[tuple[int, Sequence[int]]]) -> dict[str, float]:
@@ -121,12 +147,7 @@ def learning_parts(model: TimeModel, own: Sequence[tuple[int, Sequence[int]]]) -
     config = model.config
     teams = max(1, model.teams)
     order = sorted(own, key=lambda g: -sum(g[1]))
-    dealt: list[list[tuple[int, Sequence[int]]]] = [[] for _ in range(teams)]
-    loads = [0.0] * teams
-    for group in order:
-        at = int(np.argmin(loads))
-        dealt[at].append(group)
-        loads[at] += sum(group[1]) + group[0]
+    dealt, loads = _deal(order, [prompt + sum(responses) for prompt, responses in order], teams, len(order))
     most = dealt[int(np.argmax(loads))]
     updates = config.train.updates_per_step
     found: dict[str, float] = {}
@@ -156,7 +177,7 @@ def together(
     elif schedule == "streamed":  # learning goes on behind the tail, from the first full micro-batch on
         seconds = max(rollout.seconds, _behind(model, rollout, spent)) + publish + other + reward / 4
     else:
-        seconds = max(_steady(rollout), spent + publish) + other
+        seconds = max(rollout.seconds, spent + publish) + other
     return seconds, limit_of(model, rollout, learn, publish, seconds)
 
 
@@ -168,15 +189,6 @@ def _behind(model: TimeModel, rollout: Drained, spent: float) -> float:
         ready = ends[min(len(ends) - 1, (i + 1) * len(ends) // cuts - 1)] if ends else 0.0
         at = max(at, ready) + spent / cuts
     return at
-
-
-def _steady(rollout: Drained) -> float:
-    """With steps ahead in the engine, its slots stay as full as they are on average while the step begins."""
-    if not rollout.ends:
-        return 0.0
-    third = rollout.ends[len(rollout.ends) * 3 // 4]
-    share = 0.75
-    return min(rollout.seconds, third / share)
 
 
 def limit_of(model: TimeModel, rollout: Drained, learn: dict[str, float], publish: float, seconds: float) -> str:

@@ -103,9 +103,10 @@ class TimeModel:
 
     @property
     def engine_cut(self) -> Cut:
-        """All layers are gone through one after the other, however many stages share them."""
+        """All layers are gone through one after the other, however many stages share them. `tp` ranks share each
+        product, those of experts too; `ep` replicas share one set of experts."""
         grid = self.engine_grid
-        return Cut(tp=grid.tp, ep=grid.ep if self.shape.experts else 1)
+        return Cut(tp=grid.tp, ep=grid.joined if self.shape.experts else 1)
 
     @property
     def learners(self) -> int:

@@ -84,6 +84,7 @@ class Train(Section):
     stop_at_accuracy: float | None = Field(
         None, ge=0, le=1, description="end early once held-out accuracy reaches this"
     )
+    stop_at_reward: float | None = Field(None, description="end early once the mean held-out reward reaches this")
     profile: tuple[int, ...] = Field((), description="steps to profile, as Chrome traces")
 
 
@@ -94,7 +95,9 @@ class VLLM(Section):
     sleep_level: Literal[1, 2] = Field(
         1, description="while asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
     )
-    additional_config: dict[str, Any] = Field({}, description="settings of vLLM's plug-in for the device, if any")
+    args: dict[str, Any] = Field(
+        {}, description="further arguments of vllm.LLM, such as quantization or tensor_parallel_size"
+    )
 
 
 class EngineExperts(Section):
@@ -126,6 +129,9 @@ class Rollout(Section):
     )
     cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto", description="type of the key/value cache: the model's own, or one byte with scales"
+    )
+    weights: Literal["same", "int8", "fp8"] = Field(
+        "same", description="rollout's weights and inputs of attention and dense MLPs: the model's dtype, or 8 bits"
     )
     speculate: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -222,6 +228,10 @@ class Learn(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's two decays")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
+    epochs: Rows = Field(1, description="of a network policy: passes over a step's decisions, all within one update")
+    minibatch: Rows | None = Field(
+        None, description="of a network policy: decisions of one gradient step; none: all of the step"
+    )
     clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
     recompute: Literal["none", "selective", "mlp", "full"] = Field(
         "none",

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.errors import ModelError
+from tidemill.errors import ConfigError, ModelError
 from tidemill.models import lora
 from tidemill.models.buffers import persistent
 from tidemill.models.mixture import routing
@@ -293,13 +293,18 @@ def start(
         return SamplingParams(output_kind=RequestOutputKind.DELTA, **how)
 
     parameter = next(model.parameters())
-    llm = LLM(
-        _config_folder(model), load_format="dummy", skip_tokenizer_init=True,
-        dtype=str(parameter.dtype).removeprefix("torch."), max_model_len=max_len, max_num_seqs=max_seqs,
-        gpu_memory_utilization=memory_share, generation_config="vllm", logprobs_mode="processed_logprobs",
-        worker_extension_cls=EXTENSION, enable_sleep_mode=parameter.device.type != "cpu", disable_log_stats=True,
-        **options,
-    )  # fmt: skip
+    try:
+        llm = LLM(
+            _config_folder(model), load_format="dummy", skip_tokenizer_init=True,
+            dtype=str(parameter.dtype).removeprefix("torch."), max_model_len=max_len, max_num_seqs=max_seqs,
+            gpu_memory_utilization=memory_share, generation_config="vllm", logprobs_mode="processed_logprobs",
+            worker_extension_cls=EXTENSION, enable_sleep_mode=parameter.device.type != "cpu", disable_log_stats=True,
+            **options,
+        )  # fmt: skip
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise ConfigError(f"vLLM {vllm.__version__}: {error}", "correct or remove it in rollout.vllm.args") from None
     engine = VLLMEngine(
         llm, make_params, model, eos_ids=eos_ids, max_len=max_len, tokenizer=tokenizer, sleep_level=sleep_level,
         kept=kept,

@@ -117,6 +117,34 @@ def test_the_folder_of_trls_trainer_is_used_as_it_is(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "checkpoint-500", tmp_path / "model")
 
 
+@pytest.mark.parametrize("more", [{}, {"use_rslora": True, "modules_to_save": ["lm_head"]}])
+def test_adapters_of_trl_are_merged_as_peft_merges_them(more: dict[str, Any], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = made(definition(tmp_path / "base"))
+    base.save_pretrained(tmp_path / "base")
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32),
+        peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **more),
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(tmp_path / "checkpoint-9")
+    done = import_checkpoint(tmp_path / "checkpoint-9", tmp_path / "model")
+    assert done.kind == f"adapters of {tmp_path / 'base'}"
+    expected = model.merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+
+
+def test_adapters_that_are_not_plain_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true, "r": 4, "lora_alpha": 8}')
+    with pytest.raises(ModelError, match="use_dora=True cannot be merged"):
+        import_checkpoint(tmp_path, tmp_path / "model")
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return print, ("this ran",)

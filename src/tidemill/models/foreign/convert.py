@@ -1,7 +1,8 @@
 """Import a checkpoint of another framework: its weights as a Hugging Face folder that `model.path` opens.
 
-Known: verl's FSDP checkpoints, Megatron-core's distributed checkpoints, and torch's distributed checkpoints of a
-transformers model (accelerate, FSDP2). Optimizer and step stay behind: a new run begins with them."""
+Known: verl's FSDP checkpoints, Megatron-core's distributed checkpoints, torch's distributed checkpoints of a
+transformers model (accelerate, FSDP2), and adapters in peft's format. Optimizer and step stay behind: a new run begins
+with its own."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidemill.errors import ModelError
-from tidemill.models.foreign import megatron, verl
+from tidemill.models.box.find import resolve
+from tidemill.models.foreign import adapter, megatron, verl
 from tidemill.models.foreign.sharded import INDEX, ShardedTensors
 from tidemill.models.foreign.write import check_whole, dtype_of, new_folder, write_weights
 
@@ -52,7 +54,7 @@ def import_checkpoint(path: Path, folder: Path, *, dtype: str = "float32", defin
                 shutil.copyfile(file, aside / file.name)
         config.dtype = kind
         config.save_pretrained(aside)
-        form, found = opened(source, config)
+        form, found = opened(source, config, own)
         written = write_weights(_without_tied(found, module), aside, kind)
         check_whole(source, module, written)
     count = sum(torch.Size(shape).numel() for shape in written.values())
@@ -66,7 +68,7 @@ def find(path: Path) -> Path:
     if (path / LATEST).exists():
         newest = (path / LATEST).read_text().strip()
         return find(path / (newest if newest == "release" else f"iter_{int(newest):07d}"))
-    if (path / INDEX).exists() or verl.files(path):
+    if (path / INDEX).exists() or (path / adapter.SETTINGS).exists() or verl.files(path):
         return path
     if (path / "config.json").exists():
         raise ModelError(f"{path} is a Hugging Face folder already", f"use it as it is: model.path={path}")
@@ -75,11 +77,14 @@ def find(path: Path) -> Path:
             return find(path / name)
     raise ModelError(
         f"{path} holds no checkpoint that is known",
-        f"known: model_world_size_W_rank_R.pt (verl), a folder with {INDEX} (Megatron-core, accelerate, FSDP2)",
+        f"known: model_world_size_W_rank_R.pt (verl), a folder with {INDEX} (Megatron-core, accelerate, FSDP2), "
+        f"{adapter.SETTINGS} (peft)",
     )
 
 
-def opened(source: Path, config: Any) -> tuple[str, Iterable[tuple[str, Tensor]]]:
+def opened(source: Path, config: Any, base: Path) -> tuple[str, Iterable[tuple[str, Tensor]]]:
+    if (source / adapter.SETTINGS).exists():
+        return f"adapters of {base}", adapter.merged(source, base)
     if ranks := verl.files(source):
         return f"verl, {len(ranks)} ranks", verl.tensors(ranks)
     found = ShardedTensors(source)
@@ -103,6 +108,8 @@ def _without_tied(found: Iterable[tuple[str, Tensor]], module: Any) -> Iterable[
 
 
 def _definition_of(source: Path) -> Path:
+    if (source / adapter.SETTINGS).exists():
+        return resolve(str(adapter.settings_of(source)["base_model_name_or_path"]))
     for place in (source / DEFINITION, source.parent / DEFINITION, source, source.parent):
         if (place / "config.json").exists():
             return place

@@ -5,17 +5,14 @@ Both codes are exact in bfloat16 and float32, so products are computed as before
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tidemill.models.layers.eight import DTYPES, Weights, encode
 from tidemill.models.mixture import experts
 from tidemill.models.parts import decoder_of, layers_of
-
-Weights = Literal["int8", "fp8"]
-FP8 = torch.float8_e4m3fn
 
 
 class NarrowLinear(nn.Linear):
@@ -36,22 +33,14 @@ def narrow(model: Any, weights: Weights) -> Any:
         vars(module).pop("forward", None)
     for module in [m for m in layers_of(model).modules() if experts.is_known(m)]:
         for stack in experts.STACKS:
-            code, scale = encode(getattr(module, stack).detach(), weights)
+            code, scale = encode(getattr(module, stack).detach(), DTYPES[weights])
             delattr(module, stack)
             module.register_buffer(f"{stack}_code", code)
             module.register_buffer(f"{stack}_scale", scale)
     for linear in [m for m in layers_of(model).modules() if type(m) is nn.Linear]:
-        code, scale = encode(linear.weight.detach(), weights)
+        code, scale = encode(linear.weight.detach(), DTYPES[weights])
         del linear.weight
         linear.register_buffer("code", code)
         linear.register_buffer("scale", scale)
         linear.__class__ = NarrowLinear
     return model
-
-
-def encode(weight: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    """(…, out, in) → the same in 8 bits, and (…, out) scales."""
-    largest = weight.abs().amax(-1).float().clamp(min=1e-12)
-    scale = largest / (127 if weights == "int8" else torch.finfo(FP8).max)
-    share = weight.float() / scale[..., None]
-    return (share.round().to(torch.int8) if weights == "int8" else share.to(FP8)), scale

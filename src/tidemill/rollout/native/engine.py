@@ -29,11 +29,11 @@ from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.drawing import draw_rows
 from tidemill.rollout.native.draw.guides import Grammars, Guides
 from tidemill.rollout.native.draw.sampling import Drawn
+from tidemill.rollout.native.forward import runner as runners
 from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.graphs import GraphDecoder
 from tidemill.rollout.native.forward.invariant import RowwiseRunner
 from tidemill.rollout.native.forward.routes import RouteRecorder
-from tidemill.rollout.native.forward.runner import CapturableRunner, PlainRunner, Runner, fused_kernels, make_runner
 from tidemill.rollout.native.kernels import LANES, Kernels
 from tidemill.rollout.native.kernels import load as load_kernels
 from tidemill.rollout.native.looking import Looking
@@ -91,6 +91,7 @@ class NativeEngine:
         record_routes: bool = False,
         speculate: When = "off",
         cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
+        weights: Literal["same", "int8", "fp8"] = "same",
         keeps_features: bool = False,
     ) -> None:
         parameter = next(model.parameters())
@@ -104,15 +105,14 @@ class NativeEngine:
         self.vocab = share.of(model).vocabulary if links else int(model.get_output_embeddings().weight.shape[0])
         self.is_end = np.zeros(self.vocab, bool)
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
-        if batch_invariant and cache_dtype != "auto":
-            raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+        self.eight = runners.eight_dtype(weights, cache_dtype, self.device, batch_invariant)
         if batch_invariant and (is_dense(model) or mixers.has_some(model)):
             name = type(model).__name__
             raise ConfigError(f"rollout.batch_invariant: {name} has layers that it is not known for", "set it to false")
         is_plain_cache = cache_dtype == "auto" and not batch_invariant
         self.library = paged.choose(model, self.device, parameter.dtype) if is_plain_cache else None
         may_fuse = kernels and not plain and links is None and self.device.type != "cpu"
-        fused = fused_kernels(model, self.device) if may_fuse else None
+        fused = runners.fused_kernels(model, self.device) if may_fuse else None
         if fused is not None and has_triton(self.device.type):
             self.library = None  # these kernels walk pages themselves
         usual = PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE
@@ -137,11 +137,14 @@ class NativeEngine:
         )
         self.rows = RunningRows(self.scheduler, self.device)
         self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
-        self.runner: Runner = (
-            RowwiseRunner(model) if batch_invariant else make_runner(model, max_len, self.kernels, plain, fused, links)
+        self.runner: runners.Runner = (
+            RowwiseRunner(model)
+            if batch_invariant
+            else runners.make_runner(model, max_len, self.kernels, plain, fused, links, self.eight)
         )
         # Inference mode saves bookkeeping, but a foreign module may keep a tensor it makes.
-        self._no_grad = torch.no_grad if isinstance(self.runner, PlainRunner | DenseRunner) else torch.inference_mode
+        takes_foreign = isinstance(self.runner, runners.PlainRunner | DenseRunner)
+        self._no_grad = torch.no_grad if takes_foreign else torch.inference_mode
         self.decoder = self._graph_decoder(graphs)
         if self.decoder is not None:
             self.store.memory = mapped.open(self.device)
@@ -163,9 +166,9 @@ class NativeEngine:
 
     def _graph_decoder(self, wanted: bool) -> GraphDecoder | None:
         is_capturable = self.device.type != "cpu" and hasattr(self.runner, "device_kernels")
-        return self._graph_decoder_of(cast(CapturableRunner, self.runner)) if wanted and is_capturable else None
+        return self._graph_decoder_of(cast(runners.CapturableRunner, self.runner)) if wanted and is_capturable else None
 
-    def _graph_decoder_of(self, runner: CapturableRunner) -> GraphDecoder:
+    def _graph_decoder_of(self, runner: runners.CapturableRunner) -> GraphDecoder:
         return GraphDecoder(
             runner, self.store, self.scheduler.slots, self.vocab, self.routes, self.library, self.states
         )
@@ -430,6 +433,7 @@ class NativeEngine:
         if weights is not None:
             load_part(self.model, weights)
         self.version = version
+        runners.refresh(self.runner)
         self.looking.new_weights()
         if self.speculator is not None:
             self.speculator.reset()

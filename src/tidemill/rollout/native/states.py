@@ -37,9 +37,13 @@ class StateStore:
 
     def put(self, slot: int, hand: Hand) -> None:
         for place, state in hand.items():
-            if place not in self.held:
-                self.held[place] = self.zeros((self.slots, *state.shape), state.dtype)
+            self.make_room(place, state.shape, state.dtype)
             self.held[place][slot] = state
+
+    def make_room(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """For a state of this shape of every slot, unless there is some already."""
+        if place not in self.held:
+            self.held[place] = self.zeros((self.slots, *shape), dtype)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """In memory whose addresses stay, where there is such memory."""

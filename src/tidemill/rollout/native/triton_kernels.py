@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.models.layers.eight import LEAST_SCALE, Rounded
 from tidemill.rollout.native import triton_experts, triton_latent
 from tidemill.rollout.native.draw import triton_draw
 
@@ -31,6 +32,36 @@ def _rms(x, weight, out, eps, shift, dim, BLOCK_DIM: tl.constexpr):
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / dim + eps)
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32) + shift
     tl.store(out + row * dim + at, (value * scale * w).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rms_rounded(x, weight, code, scales, eps, dim, most, least, HAS_NORM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """A row, normed or as it is, in 8-bit floats with a scale of its own."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK_DIM)
+    inside = at < dim
+    value = tl.load(x + row * dim + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / dim + eps)) * w
+        value = value.to(x.dtype.element_ty).to(tl.float32)  # as the norm alone would leave it
+    scale = tl.maximum(tl.max(tl.abs(value), 0), least) / most
+    tl.store(code + row * dim + at, (value / scale).to(code.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _gate_rounded(x, code, scales, half, most, least, BLOCK_DIM: tl.constexpr):
+    """x (rows, 2 * half): silu(first half) * second half, in 8-bit floats with a scale per row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK_DIM)
+    inside = at < half
+    gate = tl.load(x + row * 2 * half + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * half + half + at, mask=inside, other=0.0).to(tl.float32)
+    value = (gate / (1.0 + tl.exp(-gate)) * up).to(x.dtype.element_ty).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(value), 0), least) / most
+    tl.store(code + row * half + at, (value / scale).to(code.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
 
 
 @triton.jit
@@ -312,6 +343,30 @@ class TritonKernels:
             dim, triton.next_power_of_2(dim), turned, num_warps=2,
         )  # fmt: skip
         return out
+
+    def rounded(self, x: Tensor, dtype: torch.dtype) -> Rounded:
+        return self._round(x, None, 0.0, dtype)
+
+    def rms_rounded(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Rounded:
+        return self._round(x, weight, eps, dtype)
+
+    def _round(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Rounded:
+        rows, dim = x.shape
+        code, scale = torch.empty_like(x, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+        block, most = triton.next_power_of_2(dim), torch.finfo(dtype).max
+        _rms_rounded[(rows,)](
+            x, x if weight is None else weight, code, scale, eps, dim, most, LEAST_SCALE, weight is not None, block,
+            num_warps=4 if block <= 4096 else 8,
+        )  # fmt: skip
+        return Rounded(code, scale, x.dtype)
+
+    def gate_rounded(self, x: Tensor, dtype: torch.dtype) -> Rounded:
+        """`gate`, rounded."""
+        rows, half = x.shape[0], x.shape[1] // 2
+        code, scale = x.new_empty(rows, half, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+        block, most = triton.next_power_of_2(half), torch.finfo(dtype).max
+        _gate_rounded[(rows,)](x, code, scale, half, most, LEAST_SCALE, block, num_warps=4 if block <= 4096 else 16)
+        return Rounded(code, scale, x.dtype)
 
     def turns(self, cos: Tensor, sin: Tensor, position: Tensor) -> tuple[Tensor, ...]:
         """What `rotate` needs to know of a pass: whole tables, and each token's row in them."""

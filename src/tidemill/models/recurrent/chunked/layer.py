@@ -14,7 +14,7 @@ from tidemill.models.recurrent.chunked.conv import convolved
 from tidemill.models.recurrent.chunked.on_device import kernels
 from tidemill.models.recurrent.chunked.plan import RowPlan
 from tidemill.models.recurrent.chunked.rule import gated_delta
-from tidemill.models.recurrent.states import CONV, RECURRENT, State
+from tidemill.models.recurrent.states import CONV, RECURRENT, Key, State
 
 # Their layers are the same but for the order in which two of them project.
 KINDS = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
@@ -24,6 +24,13 @@ CONV_STATE, DELTA_STATE = (CONV, 0), (RECURRENT, 0)
 
 def is_known(module: Any) -> bool:
     return type(module).__name__ in KINDS and module.activation == "silu" and module.conv1d.bias is None
+
+
+def states_of(module: Any) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of one sequence's states."""
+    channels, _, width = module.conv1d.weight.shape
+    delta = module.num_v_heads, module.head_k_dim, module.head_v_dim
+    return {CONV_STATE: ((channels, width), module.conv1d.weight.dtype), DELTA_STATE: (delta, torch.float32)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,8 @@ class _Context:
     def recur(self, call: Call) -> Tensor:
         """Of a gated delta net, whose states are changed where they lie."""
         assert self.states is not None
+        for key, (shape, dtype) in layer.states_of(call.module).items():
+            self.states.make_room((call.number, key), shape, dtype)
         conv, delta = (self.states.held[call.number, key] for key in (layer.CONV_STATE, layer.DELTA_STATE))
         return layer.step(call.module, call.hidden, conv, delta, self.bucket.slot)[None]
 

@@ -58,8 +58,15 @@ class _Layer:
 class LatentRunner(LeanRunner):
     layers: list[Any]
 
-    def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None, links: Links | None = None) -> None:
-        self.model, self.kernels, self.links = model, kernels, links
+    def __init__(
+        self,
+        model: Any,
+        max_len: int,
+        kernels: Kernels | None = None,
+        links: Links | None = None,
+        eight: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.kernels, self.links, self.eight = model, kernels, links, eight
         config, first = model.config, stages.here(model)[0][1].self_attn
         self.eps, self.scale = config.rms_norm_eps, first.scaling
         self.rank, self.nope, self.rope = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -71,6 +78,8 @@ class LatentRunner(LeanRunner):
     def bind(self) -> None:
         self.layers = [_bind(layer, number, self) for layer, number in lean.numbered(self.model)]
         self._bind_ends()
+        if self.eight is not None:
+            self.layers = [lean.in_eight(layer, self.eight) for layer in self.layers]
 
     def _layer(self, i: int, w: _Layer, x: Tensor, positions: Tensor, context: Context) -> Tensor:  # type: ignore[override]
         x = self._add(x, self._attend(i, w, self._norm(x, w.norm_in), positions, context), *w.o)
@@ -79,9 +88,9 @@ class LatentRunner(LeanRunner):
     def _attend(self, i: int, w: _Layer, h: Tensor, positions: Tensor, context: Context) -> Tensor:
         tokens, down = h.shape[0], h
         if w.q_down is not None:
-            down = self._small_norm(F.linear(h, *w.q_down[0]), w.q_down[1])
-        q = F.linear(down, *w.q).view(tokens, -1, self.nope + self.rope)
-        kv = F.linear(h, *w.kv_down)
+            down = self._small_norm(self._linear(h, *w.q_down[0]), w.q_down[1])
+        q = self._linear(down, *w.q).view(tokens, -1, self.nope + self.rope)
+        kv = self._linear(h, *w.kv_down)
         latent = self._small_norm(kv[:, : self.rank].contiguous(), w.kv_norm).unsqueeze(1)
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         turned = self._turn(kv[:, self.rank :].unsqueeze(1), cos, sin)
@@ -105,9 +114,9 @@ class LatentRunner(LeanRunner):
 class FusedLatentRunner(LatentRunner):
     """The same for an accelerator: norms, gates and experts by its kernels, nothing that asks the host."""
 
-    def __init__(self, model: Any, max_len: int, kernels: FusedKernels) -> None:
-        super().__init__(model, max_len)
+    def __init__(self, model: Any, max_len: int, kernels: FusedKernels, eight: torch.dtype | None = None) -> None:
         self.fused = kernels
+        super().__init__(model, max_len, eight=eight)
 
     @property
     def device_kernels(self) -> FusedKernels:

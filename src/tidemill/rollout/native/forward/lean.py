@@ -6,7 +6,8 @@ module makes about sixty. Parameters are read where they are, so the learner's i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from tidemill.models import families
 from tidemill.models.attention.registry import AttentionForm, Context, attention_window
 from tidemill.models.layers import rowwise, stages
+from tidemill.models.layers.eight import EightWeight, rounded
 from tidemill.models.mixture import routing
 from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes import eyes
@@ -77,7 +79,7 @@ def numbered(model: Any) -> list[tuple[Any, int]]:
     return found
 
 
-Weight = tuple[Tensor, Tensor | None]  # and bias
+Weight = tuple[Tensor | EightWeight, Tensor | None]  # and bias
 ELSEWHERE = torch.empty(0)  # in the place of what another stage has
 
 
@@ -104,12 +106,21 @@ class _Layer:
 
 
 class LeanRunner:
-    """`links`: of a rank that holds its share of the model alone, to the others of its engine."""
+    """`links`: of a rank that holds its share of the model alone, to the others of its engine. `eight`: the products of
+    attention and dense MLPs are of this 8-bit type."""
 
-    def __init__(self, model: Any, max_len: int, kernels: Kernels | None = None, links: Links | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_len: int,
+        kernels: Kernels | None = None,
+        links: Links | None = None,
+        eight: torch.dtype | None = None,
+    ) -> None:
         self.model = model
         self.kernels = kernels
         self.links = links
+        self.eight = eight
         config = model.config.get_text_config()
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps = config.rms_norm_eps
@@ -122,6 +133,13 @@ class LeanRunner:
         """Look the parameters up again: only needed when they were replaced, not when they were changed in place."""
         self.layers = [_bind(layer, number) for layer, number in numbered(self.model)]
         self._bind_ends()
+        if self.eight is not None:
+            self.layers = [in_eight(layer, self.eight) for layer in self.layers]
+
+    def refresh(self) -> None:
+        """Make 8-bit weights again from the parameters."""
+        for weight in eight_weights(self.layers):
+            weight.refresh()
 
     def _bind_ends(self) -> None:
         """What lies before and behind the layers; of a stage of several, some of it."""
@@ -129,7 +147,7 @@ class LeanRunner:
         self.first_layer = stages.here(self.model)[0][0]
         self.embed: Tensor = getattr(body.embed_tokens, "weight", ELSEWHERE)
         self.norm: Tensor = getattr(body.norm, "weight", ELSEWHERE)
-        self.head: Weight = (getattr(output, "weight", ELSEWHERE), getattr(output, "bias", None))
+        self.head: tuple[Tensor, Tensor | None] = getattr(output, "weight", ELSEWHERE), getattr(output, "bias", None)
         self.spread: dict[str, SpreadExperts] = {}
         if self.links is not None:
             self.layers, self.spread = over_ranks(self.model, self.layers, self.links)
@@ -168,7 +186,7 @@ class LeanRunner:
 
     def _layer(self, i: int, w: _Layer, x: Tensor, positions: Tensor, context: Context) -> Tensor:
         tokens = x.shape[0]
-        h = self._norm(x, w.norm_in)
+        h = self._once(self._norm(x, w.norm_in), w.q)
         q = self._linear(h, *w.q).view(tokens, -1, self.dim)
         k = self._linear(h, *w.k).view(tokens, -1, self.dim)
         v = self._linear(h, *w.v).view(tokens, -1, self.dim)
@@ -180,6 +198,7 @@ class LeanRunner:
     def _feed_forward(self, x: Tensor, h: Tensor, w: Gated | Mixture, context: Context | None) -> Tensor:
         if isinstance(w, Mixture):
             return self._sum(mixture.forward(w, h, context)).add_(x)
+        h = self._once(h, w.gate)
         h = self._gate(self._linear(h, *w.gate), self._linear(h, *w.up))
         return self._add(x, h, *w.down)
 
@@ -198,7 +217,13 @@ class LeanRunner:
         cos, sin = (table.index_select(0, positions) for table in self.turns)
         return (x * cos).addcmul_(x.roll(self.dim // 2, -1), sin)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _once(self, x: Tensor, w: Weight) -> Any:
+        """The input of several products like this one, rounded once if they are of 8 bits."""
+        return rounded(x, w[0].code.dtype) if isinstance(w[0], EightWeight) else x
+
+    def _linear(self, x: Any, weight: Tensor | EightWeight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, EightWeight):
+            return weight.multiply(x, bias)
         if self._is_few(x, weight):
             return rowwise.linear(x, weight, bias)
         return F.linear(x, weight, bias)
@@ -206,8 +231,8 @@ class LeanRunner:
     def _is_few(self, x: Tensor, weight: Tensor) -> bool:
         return self.kernels is not None and x.shape[0] <= FEW_ROWS and weight.numel() >= LARGE_WEIGHT
 
-    def _add(self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.links is not None and self.links.grid.tp > 1:
+    def _add(self, residual: Tensor, x: Tensor, weight: Tensor | EightWeight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, EightWeight) or (self.links is not None and self.links.grid.tp > 1):
             return self._sum(self._linear(x, weight, bias)).add_(residual)
         if self._is_few(x, weight):
             return rowwise.linear(x, weight, bias).add_(residual)
@@ -238,6 +263,32 @@ def _bind(layer: Any, number: int) -> _Layer:
     )  # fmt: skip
 
 
+# Weights of a layer that are worth 8 bits: the absorbed ones, norms, routers and experts' stacks stay as they are.
+EIGHT = ("q", "k", "v", "o", "gate", "up", "down", "kv_down", "mlp")
+
+
+def in_eight(layer: Any, dtype: torch.dtype) -> Any:
+    """A layer, or its MLP, with 8-bit weights."""
+
+    def made(value: Any) -> Any:
+        if isinstance(value, Gated):
+            return in_eight(value, dtype)
+        is_weight = isinstance(value, tuple) and isinstance(value[0], Tensor)
+        return (EightWeight([value[0]], dtype), value[1]) if is_weight else value
+
+    return replace(layer, **{name: made(getattr(layer, name)) for name in EIGHT if hasattr(layer, name)})
+
+
+def eight_weights(layers: Iterable[Any]) -> Iterator[EightWeight]:
+    for layer in layers:
+        for value in (getattr(layer, field.name) for field in fields(layer)):
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, EightWeight):
+                    yield one
+                elif is_dataclass(one) and hasattr(one, "down"):
+                    yield from eight_weights([one])
+
+
 def over_ranks(model: Any, layers: list[Any], links: Links) -> tuple[list[Any], dict[str, SpreadExperts]]:
     """Layers whose experts lie on several ranks, and those by the names of their modules."""
     where = names_of(model, (layer.mlp.module for layer in layers if isinstance(layer.mlp, Mixture)))
@@ -250,7 +301,7 @@ def over_ranks(model: Any, layers: list[Any], links: Links) -> tuple[list[Any], 
     return layers, spread
 
 
-def own_words(head: Weight, model: Any, links: Links) -> Weight:
+def own_words(head: tuple[Tensor, Tensor | None], model: Any, links: Links) -> tuple[Tensor, Tensor | None]:
     """This rank's rows of an output layer that is the embedding, which every rank has whole."""
     weight, bias = head
     if weight is ELSEWHERE or links.grid.tp == 1 or len(weight) < share.of(model).vocabulary:

@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.device import has_triton
-from tidemill.errors import ModelError
+from tidemill.errors import ConfigError, ModelError
 from tidemill.models import families, logits
 from tidemill.models.attention.registry import Context, is_dense
 from tidemill.models.calling import hidden_states
+from tidemill.models.layers.eight import DTYPES
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
@@ -89,6 +90,19 @@ def fused_form(model: Any) -> Any:
     return latent.FusedLatentRunner if latent.supports(model) else FusedRunner
 
 
+def eight_dtype(weights: str, cache_dtype: str, device: torch.device, batch_invariant: bool) -> torch.dtype | None:
+    """The type of 8-bit weights on a device; None: weights stay as they are."""
+    if batch_invariant and cache_dtype != "auto":
+        raise ConfigError(f"cache_dtype {cache_dtype} rounds; the batch-invariant mode must not", "use auto")
+    if weights == "same":
+        return None
+    if batch_invariant:
+        raise ConfigError(f"weights {weights} round; the batch-invariant mode must not", "use same")
+    if weights == "int8" and device.type != "cpu":
+        raise ConfigError(f"int8 weights are for CPUs, and this engine is on {device.type}", "use rollout.weights=fp8")
+    return DTYPES[weights]
+
+
 def make_runner(
     model: Any,
     max_len: int,
@@ -96,8 +110,10 @@ def make_runner(
     is_plain: bool,
     fused: Callable[[], FusedKernels] | None = None,
     links: Links | None = None,
+    eight: torch.dtype | None = None,
 ) -> Runner:
-    """`fused`: what makes an accelerator's kernels, where they may be used. `links`: to ranks that share the work."""
+    """`fused`: what makes an accelerator's kernels, where they may be used. `links`: to ranks that share the work.
+    `eight`: an 8-bit type for attention's and dense MLPs' products."""
     is_latent = latent.supports(model)
     has_form = not is_plain and (is_latent or lean.supports(model))
     if links is not None and not has_form:
@@ -105,11 +121,25 @@ def make_runner(
             f"{type(model).__name__} cannot be served by an engine over several ranks",
             f"this works for {', '.join(families.served_over_ranks())}",
         )
+    if eight is not None and not has_form:
+        raise ModelError(
+            f"{type(model).__name__} cannot be served with 8-bit weights",
+            f"use rollout.weights=same; 8 bits work for {', '.join(families.served_over_ranks())}",
+        )
     if is_dense(model):
         return DenseRunner(model)
     if fused is not None:
-        runner: Runner = fused_form(model)(model, max_len, fused())
+        form, made = fused_form(model), fused()
+        if eight is not None and not hasattr(made, "rms_rounded"):
+            raise ModelError("this device's kernels have no 8-bit products", "use rollout.weights=same")
+        runner: Runner = form(model, max_len, made) if eight is None else form(model, max_len, made, eight)
         return runner
     if not has_form:
         return PlainRunner(model)
-    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels, links)
+    return (latent.LatentRunner if is_latent else lean.LeanRunner)(model, max_len, kernels, links, eight)
+
+
+def refresh(runner: Runner) -> None:
+    """Make what a runner derived from the parameters again, now that they have changed."""
+    if isinstance(runner, lean.LeanRunner | FusedRunner):
+        runner.refresh()
