@@ -23,6 +23,7 @@ class Stage:
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     scope: Scope = "sample"
+    keeps: int = 0  # rows, the newest, that stay once all stages are through with them: it reads them again and again
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,7 +295,7 @@ def result_table(summary: Summary) -> RenderableType:
     if summary.before is not None and summary.after is not None:
         for k in summary.after.pass_at:
             table.add_row(f"pass@{k}, sampled", _share(summary.before.pass_at.get(k)), _share(summary.after.pass_at[k]))
-    early = ", ended early: train.stop_at_accuracy was reached" if summary.is_early else ""
+    early = ", ended early: train.stop_at_accuracy or stop_at_reward was reached" if summary.is_early else ""
     steps = "1 step" if summary.steps == 1 else f"{summary.steps:,} steps"
     pace = f"{steps} in {clock_text(summary.seconds)}, {summary.tokens_per_s:,.0f} tokens/s{early}"
     skipped = f", {summary.bad_rows:,} rows of the data left out" if summary.bad_rows else ""

@@ -10,7 +10,7 @@ from tidemill.recipe.config import AlgorithmSettings, Config
 EVERYTHING = {"old_logprobs": "recompute", "kl": {"coef": 0.1, "place": "reward"}, "covariance": {"mode": "kl"}}
 
 
-@pytest.mark.parametrize("name", [a.name for a in every()])
+@pytest.mark.parametrize("name", [a.name for a in every() if "decoder" in a.policies])
 @pytest.mark.parametrize("settings", [{}, EVERYTHING], ids=["paper", "everything"])
 def test_every_table_fits_together_and_ends_in_learning(name: str, settings: dict) -> None:
     graph = get(name).graph(Config(algorithm={"name": name, **settings}))
@@ -19,14 +19,14 @@ def test_every_table_fits_together_and_ends_in_learning(name: str, settings: dic
     assert {"id", "group", "tokens", "prompt_length", "mask"} <= {*last.reads}
 
 
-@pytest.mark.parametrize("name", [a.name for a in every()])
+@pytest.mark.parametrize("name", [a.name for a in every() if "decoder" in a.policies])
 def test_every_algorithm_says_what_it_is_and_what_its_paper_chose(name: str) -> None:
     assert get(name).about and "\n" not in get(name).about
     assert "aggregation" in get(name).paper
     assert AlgorithmSettings(name=name).name == name
 
 
-@pytest.mark.parametrize("name", [a.name for a in every() if a.input_kind == "prompts"])
+@pytest.mark.parametrize("name", [a.name for a in every() if "decoder" in a.policies and a.input_kind == "prompts"])
 def test_all_that_an_algorithm_reads_is_written(name: str) -> None:
     """Advantages read no column that their stage does not name."""
     import sys
@@ -43,7 +43,7 @@ def test_all_that_an_algorithm_reads_is_written(name: str) -> None:
     assert len(get(name).keep(batch, config)) == batch.rows
 
 
-@pytest.mark.parametrize("name", [a.name for a in every()])
+@pytest.mark.parametrize("name", [a.name for a in every() if "decoder" in a.policies])
 def test_every_algorithm_has_a_small_recipe_that_passes_the_checks(name: str, tmp_path: Path) -> None:
     from tidemill.check import precheck
     from tidemill.recipe import load as recipe

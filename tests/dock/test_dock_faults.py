@@ -163,7 +163,7 @@ def test_a_take_whose_bytes_cannot_be_had_ends_in_time(tmp_path, monkeypatch):
     with DockServer(DockSetup(LEARN), tmp_path) as server:
         dock = server.connect()
         dock.put(rows([1]))
-        monkeypatch.setattr(dock, "_open", lambda granted: dock._ask(m.Abandon(granted.lease)) and None)
+        monkeypatch.setattr(dock, "_open", lambda granted: dock.ask(m.Abandon(granted.lease)) and None)
         started = time.monotonic()
         assert dock.take("learn", Want(rows=1), wait=0.2) is None
         assert time.monotonic() - started < 10

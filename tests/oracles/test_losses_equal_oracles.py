@@ -56,7 +56,7 @@ def gradients(
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: s.replace(" ", "-"))
-@pytest.mark.parametrize("name", [a.name for a in every() if a.input_kind == "prompts"])
+@pytest.mark.parametrize("name", [a.name for a in every() if "decoder" in a.policies and a.input_kind == "prompts"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_advantages_loss_and_gradient_of_online_algorithms(name: str, settings: str, seed: int) -> None:
     algorithm, config = get(name), config_of(name, old_logprobs="recompute", **SETTINGS[settings])
@@ -157,7 +157,7 @@ PAIR_SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("preference", PAIR_SETTINGS)
-@pytest.mark.parametrize("name", [a.name for a in every() if a.input_kind == "pairs"])
+@pytest.mark.parametrize("name", [a.name for a in every() if "decoder" in a.policies and a.input_kind == "pairs"])
 def test_loss_and_gradient_of_pairs(name: str, preference: dict[str, Any]) -> None:
     algorithm, config = get(name), config_of(name, preference=preference)
     samples = random_samples(3, pairs=True)

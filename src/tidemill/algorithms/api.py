@@ -80,6 +80,9 @@ class Algorithm(Protocol):
     credits_turns: bool = False  # it knows `credit.by: turn`
     has_critic: bool = False  # a value model is learned beside the policy, with `value_loss`
     learns_values: bool = False  # the model learned is itself a value model: `loss` reads `tokens.values`
+    policies: tuple[str, ...] = ("decoder",)  # what it can teach: a decoder, a network
+    judges: Literal["states", "actions", "nothing"] = "nothing"  # of a network: what its critic gives values to
+    is_replayed: bool = False  # of a network: samples stay in the dock, and are learned from many times
     greedy_rows: int = 0  # samples of each group decoded greedily, to compare the others with
 
     def graph(self, config: Config) -> Graph: ...
@@ -93,9 +96,17 @@ class Algorithm(Protocol):
 
     def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]: ...
 
+    def closed_form(self, config: Config) -> Mapping[str, float] | None:
+        """What `loss` comes to for a network, where it is one that `models/network/network.c` computes; else None."""
+        return None
+
     def value_loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
         """What the critic learns from, for an algorithm that has one."""
         return 0.0 * tokens.weights.sum(), {}
+
+    def explores(self, config: Config, decisions: int) -> float:
+        """Share of a network's decisions that are drawn evenly, once so many were made."""
+        return 0.0
 
     def keep(self, batch: Batch, config: Config) -> Kept:
         """Which rows go on from `advantage` to `learn`; the others end there, are counted, and new prompts replace

@@ -2,15 +2,19 @@
 
 Advantages per token from token rewards and the critic's values; the policy's λ may depend on the length (VAPO, Yue et
 al. 2025) and the critic's may differ from it. The critic learns by a clipped squared error.
+
+Of a decoder the critic is a model of its own, with stages of its own. A network has both: one loss teaches them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from tidemill.algorithms.api import Stat, Stats, TokenBatch
 from tidemill.algorithms.grpo import GRPO
-from tidemill.algorithms.shared import selection, tables
+from tidemill.algorithms.shared import selection, steps, tables
 from tidemill.algorithms.shared.advantages import gae, whitened
 from tidemill.algorithms.shared.credit import token_rewards
 from tidemill.algorithms.shared.losses import mean_stat
@@ -27,8 +31,12 @@ class PPO(GRPO):
     compares_samples = False
     credits_turns = True
     has_critic = True
+    policies: tuple[str, ...] = ("decoder", "network")
+    judges = "states"
 
     def graph(self, config: Config) -> Graph:
+        if steps.is_network(config):
+            return steps.graph(self.name, config, "values", "next_values")
         critic_reads = (
             ID,
             GROUP,
@@ -52,6 +60,8 @@ class PPO(GRPO):
         return Graph(self.name, tables.SOURCE, stages)
 
     def advantages(self, batch: Batch, config: Config) -> Batch:
+        if steps.is_network(config):
+            return self._of_steps(batch, config)
         mask, critic = batch["mask"], config.algorithm.critic
         assert mask.offsets is not None
         rewards, values = token_rewards(batch, config), batch.values("values").astype(np.float64)
@@ -68,6 +78,21 @@ class PPO(GRPO):
         made = selection.with_marks(batch, Column(advantages.astype(np.float32), mask.offsets), config)
         return made.merge({"returns": Column(returns.astype(np.float32), mask.offsets)})
 
+    def _of_steps(self, batch: Batch, config: Config) -> Batch:
+        critic, rewards = config.algorithm.critic, steps.scaled_rewards(batch)
+        advantages, returns = steps.gae(batch, critic.gamma, critic.lam, rewards)
+        if critic.value_lam not in (None, critic.lam):
+            returns = steps.gae(batch, critic.gamma, critic.value_lam, rewards)[1]
+        advantages = steps.normalised(advantages, config)
+        return Batch({"advantages": steps.column(advantages, batch), "returns": steps.column(returns, batch)})
+
+    def loss(self, tokens: TokenBatch, config: Config) -> tuple[torch.Tensor, Stats]:
+        loss, stats = super().loss(tokens, config)
+        return steps.with_critic(self, loss, stats, tokens, config)
+
+    def closed_form(self, config: Config) -> Mapping[str, float] | None:
+        return steps.closed_form(config, is_ratio=True)
+
     def wants_whole_step(self, config: Config) -> bool:
         return config.algorithm.critic.whiten or super().wants_whole_step(config)
 
@@ -81,7 +106,8 @@ class PPO(GRPO):
         if critic.value_clip is not None:
             clipped = old + (values - old).clamp(-critic.value_clip, critic.value_clip)
             clipped_error = (clipped - returns).square()
-            stats["value_clip_share"] = mean_stat((clipped_error > error).to(error.dtype), tokens)
+            is_clipped = ((values - old).abs() > critic.value_clip) & (clipped_error > error)
+            stats["value_clip_share"] = mean_stat(is_clipped.to(error.dtype), tokens)
             error = torch.maximum(error, clipped_error)
         stats["value_loss"] = mean_stat(critic.value_coef * error, tokens)
         stats |= variance_sums(old, returns, tokens)

@@ -11,7 +11,7 @@ import numpy as np
 from tidemill.algorithms.api import Algorithm, Kept, Stats, TokenBatch
 from tidemill.algorithms.shared import selection, tables
 from tidemill.algorithms.shared.advantages import group_index
-from tidemill.algorithms.shared.losses import finish
+from tidemill.algorithms.shared.losses import RATIO_SETTINGS, finish
 from tidemill.algorithms.shared.shaping import task_rewards
 from tidemill.batch import GROUP, ID, Batch, Column
 from tidemill.graph import Graph
@@ -28,7 +28,7 @@ class Rejection(Algorithm):
     def unused(self, config: Config) -> dict[str, str]:
         no_ratio = "imitates responses: its loss is −log π, without a ratio"
         no_advantage = "imitates responses: there are no advantages"
-        found = dict.fromkeys(("clip_low", "clip_high", "dual_clip", "ratio_cap"), no_ratio)
+        found = dict.fromkeys(RATIO_SETTINGS, no_ratio)
         found |= dict.fromkeys(("baseline", "advantage_scale", "std_bias", "std_eps", "group_of_one"), no_advantage)
         found |= {"covariance.mode": no_advantage, "kl.place": "keeps what is correct, whatever its reward"}
         if config.algorithm.keep_best is None:

@@ -183,6 +183,11 @@ def _functions(config: Config, _: ModelSettings) -> Iterator[str]:
 
 
 def _environment(config: Config, _: ModelSettings) -> Iterator[str]:
+    if config.model.policy is not None:
+        from tidemill.environment.vector import networks
+
+        yield from networks.problems(config)
+        return
     if config.environment is None:
         return
     from tidemill.environment import program, registry

@@ -78,4 +78,5 @@ class DockSetup:
 
 
 def _stage(record: dict[str, Any]) -> Stage:
-    return Stage(record["name"], record["role"], tuple(record["reads"]), tuple(record["writes"]), record["scope"])
+    reads, writes = tuple(record["reads"]), tuple(record["writes"])
+    return Stage(record["name"], record["role"], reads, writes, record["scope"], record["keeps"])

@@ -106,15 +106,23 @@ class League:
     def draw(self, key: str, version: int) -> int | None:
         """The opponent of a match that the policy plays at `version`: a member, or None for the policy itself. It is
         decided by `key`, the seed and the members, and with `draw: hard` by the results so far."""
-        rng = random.Random(f"{self.seed} league {key}")
+        return self.drawing(version)(key)
+
+    def drawing(self, version: int) -> Callable[[str], int | None]:
+        """`draw` for many matches, with the members and results as they are now."""
         members = self.members(version)
-        if not members or rng.random() >= self.settings.share:
-            return None
         if self.settings.draw == "recent":
             members = members[-RECENT:]
-        if self.settings.draw == "hard":
-            return rng.choices(members, [self._hardness(member_name(m)) for m in members])[0]
-        return rng.choice(members)
+        is_hard = self.settings.draw == "hard"
+        weights = [self._hardness(member_name(m)) for m in members] if is_hard else []
+
+        def draw(key: str) -> int | None:
+            rng = random.Random(f"{self.seed} league {key}")
+            if not members or rng.random() >= self.settings.share:
+                return None
+            return rng.choices(members, weights)[0] if is_hard else rng.choice(members)
+
+        return draw
 
     def _hardness(self, member: str) -> float:
         """1 less the share of matches that the policy won against it, and a little, so that none is forgotten."""

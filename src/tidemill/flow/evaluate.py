@@ -76,6 +76,13 @@ def _first_failure(scorer: Scorer, before: Failures) -> str:
     return "" if found is None or before.failed else found.message
 
 
+def play(engine: Any, config: Config, size: int, tell: Tell = lambda activity: None) -> Evaluation:
+    """Evaluate a network: episodes with its likeliest actions."""
+    found = engine.evaluated(size, lambda done: tell(Activity("evaluating", done, max(done, size))))
+    answers = tuple(Answered(*one) for one in found.pop("answers"))
+    return Evaluation(**found, answers=answers, scored=len(answers))
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """An evaluation's progress: `done` answers of `total` were made before this part of it."""

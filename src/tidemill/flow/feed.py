@@ -95,6 +95,9 @@ class Feed:
             columns["greedy"] = np.tile(np.arange(n) < self.greedy_rows, prompts).astype(np.uint8)
         return Batch(columns)
 
+    def take_cut(self) -> int:
+        return self.encode.take_cut()
+
     def _shown(self, rows: list[tiles.Tiles]) -> dict[str, Column]:
         return {} if self.config.data.images is None else tiles.columns(rows)
 

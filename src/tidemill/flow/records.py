@@ -36,6 +36,7 @@ class Evaluation:
     scored: int = 0  # answers that were scored, sampled ones included
     failed: int = 0  # answers on which a reward failed
     first_failure: str = ""
+    shares: dict[str, float] = field(default_factory=dict)  # solved of each kind of problem, where there are several
 
     def metrics(self) -> dict[str, float]:
         named = {
@@ -44,6 +45,7 @@ class Evaluation:
             "eval/response_tokens": self.response_tokens,
         }
         named |= {"eval/reward_errors": float(self.failed)} if self.failed else {}
+        named |= {f"eval/{kind.replace(' ', '_')}": share for kind, share in self.shares.items()}
         return named | {f"eval/pass@{k}": share for k, share in self.pass_at.items()}
 
     def failures(self) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from tidemill.models.calling import plug
 from tidemill.models.layers import stages
 from tidemill.models.layers.forms import fuse
 from tidemill.models.mixture import routing
+from tidemill.models.policy import Policy
 from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
 from tidemill.reshard.layouts.layout import Layout
@@ -69,6 +70,9 @@ class MeshModel:
         self.flight = Flight.of_world(config.learn.parallel.timeout_s, meshes.made is not None)
         self.links = make_links(meshes, self.flight, _kv_heads(model) if meshes.made is not None else 0)
         self.pipeline: pipeline.Pipeline | None = None
+        if isinstance(model, Policy):  # it is whole on every rank, and knows what it is called with
+            self.cuts, self.routers = cutting.whole(model), None
+            return
         if is_ready:
             self.cuts, self.routers = cutting.whole(model), routing.of(model)
             self.root = ForwardRoot(model, config)
@@ -177,6 +181,8 @@ class MeshModel:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Column:
         """Of every response token, under the weights as they are now; every rank gives the same batch and gets all."""
+        if isinstance(self.model, Policy):
+            return self.model.logprobs(batch)
         out = self._score(batch, self._dealt(batch))
         assert out is not None
         for name in ("dp", "pp"):  # each token is one rank's, 0 on the others

@@ -19,6 +19,8 @@ from tidemill.models.box import find
 from tidemill.models.buffers import persistent
 from tidemill.models.calling import plug
 from tidemill.models.mixture import routing
+from tidemill.models.network import make as network
+from tidemill.models.policy import Policy
 from tidemill.models.trial import try_out
 from tidemill.models.vision import small
 from tidemill.models.vision.eyes import eyes
@@ -32,13 +34,14 @@ hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of shards 
 DEFINITION = "model"  # in a run's folder: config.json and tokenizer, without weights
 BASE = "base.json"  # beside it: the dtype of the model that the run started from
 EXPORTED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNBOUNDED = 1 << 40  # window of a policy that reads no sequence
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    model: Any  # a transformers causal language model whose attention is ours
-    tokenizer: Any
+    model: Any  # a transformers causal language model whose attention is ours, or a network
+    tokenizer: Any  # None: of a network
     eos_ids: tuple[int, ...]
     window: int  # longest sequence the model was made for
 
@@ -51,6 +54,8 @@ def load(
     model: settings.ModelSettings, *, seed: int, device: torch.device, path: str | Path | None = None
 ) -> LoadedModel:
     """`path` (a finished warm start) goes before `model.path`, which goes before `model.tiny`."""
+    if model.policy is not None:
+        return LoadedModel(network.make(model.policy, seed, device), None, (), UNBOUNDED)
     folder = path or model.path
     if folder is not None:
         return open_folder(find.resolve(folder), model, device)
@@ -59,6 +64,8 @@ def load(
 
 def load_tokenizer(model: settings.ModelSettings, path: str | Path | None = None) -> Any:
     """The tokenizer alone, for who only turns text into tokens or back."""
+    if model.policy is not None:
+        return None
     folder = path or model.path
     if folder is None:
         return tiny.make_tokenizer(model.tiny or settings.TinyModel())
@@ -137,6 +144,9 @@ def open_tokenizer(folder: Path, model: settings.ModelSettings) -> Any:
 
 def save_folder(model: Any, tokenizer: Any, folder: Path) -> None:
     """A folder that AutoModelForCausalLM and AutoTokenizer open, in any program that has transformers."""
+    if isinstance(model, Policy):
+        network.save(model, folder)
+        return
     state = lora.merged(model) | persistent(model) if lora.is_attached(model) else model.state_dict()
     own = {name: tensor for name, tensor in state.items() if not name.endswith(f".{routing.GIVEN}")}
     model.save_pretrained(folder, state_dict=own)
@@ -153,6 +163,8 @@ def save_reading(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def keep_definition(loaded: LoadedModel, run: Path) -> None:
     """Keep what a run's checkpoints need to be opened when the model it began with is gone."""
+    if isinstance(loaded.model, Policy):
+        return  # the recipe has it
     base = _dtype_of(Path(loaded.model.config._name_or_path or "."))
     loaded.model.config.save_pretrained(run / DEFINITION)
     if base is not None:  # exports have it again, whatever the run computes in

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from tidemill.errors import ModelError
+from tidemill.models.policy import Policy
 
 
 def decoder_of(model: Any) -> Any:
@@ -35,6 +36,8 @@ def _embeds(decoder: Any, model: Any) -> bool:
 
 def layers_of(model: Any) -> Any:
     """The decoder's layers: by their usual name, or else the longest list of modules in it."""
+    if isinstance(model, Policy):
+        return ()  # a small network has no layers that are alike
     decoder = decoder_of(model)
     found = getattr(decoder, "layers", None)
     if isinstance(found, nn.ModuleList):

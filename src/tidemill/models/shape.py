@@ -105,8 +105,8 @@ class ModelShape:
 
 
 def shape_of(model: ModelSettings) -> ModelShape | None:
-    """None when the model's folder does not tell, or when a warm start not yet looked up makes the model."""
-    if model.path is None and model.warm_start is not None:
+    """None when the model's folder does not tell, when a warm start not yet looked up makes it, or of no decoder."""
+    if model.policy is not None or (model.path is None and model.warm_start is not None):
         return None
     if model.path is None:
         from tidemill.recipe.config import TinyModel

@@ -117,7 +117,7 @@ def lines_of(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str, Line]
     curves: dict[str, Line] = {}
     main = next((key for key in ("reward", "loss") if any(key in m for m in metrics)), None)
     if main is not None:
-        curves[main] = Line(name, _points(metrics, main))
+        curves[main] = Line(name, _points(metrics, main), _points(metrics, f"eval/{main}"))
     train, held_out = _points(metrics, "accuracy"), _points(metrics, "eval/accuracy")
     if train or held_out:
         curves["accuracy"] = Line(name, train, held_out)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from tidemill.errors import ConfigError
 from tidemill.imports import is_import_path, load, named
-from tidemill.recipe.section import ParallelSettings, Section
+from tidemill.recipe.section import ParallelSettings, Rows, Section
 
 PLUGINS = "tidemill.algorithms"  # `algorithm.name` names a file in it
 
@@ -110,6 +110,19 @@ class Covariance(Section):
     kl_coef: float = Field(1.0, ge=0, description="kl: weight of the penalty")
 
 
+class Replay(Section):
+    """Learning from samples many times, of algorithms with a network that judges actions (sac, dqn)."""
+
+    capacity: int = Field(100_000, ge=1, description="decisions kept in the dock, the newest")
+    begin: int = Field(1_000, ge=0, description="decisions made before learning begins, drawn evenly")
+    updates: Rows = Field(16, description="gradient steps in each step of the run, of learn.minibatch decisions each")
+    follow: float = Field(0.005, gt=0, le=1, description="share of the way that target networks go after each of them")
+    explore: tuple[float, float, int] = Field(
+        (1.0, 0.05, 10_000), description="dqn: share of random moves at first, in the end, and decisions in between"
+    )
+    entropy: float | None = Field(None, description="sac: entropy aimed at; none: minus the number of dimensions")
+
+
 class AlgorithmSettings(Section):
     """Settings that several algorithms share. Where a paper differs, its algorithm's file says so (`paper`)."""
 
@@ -165,6 +178,7 @@ class AlgorithmSettings(Section):
     critic: Critic = Critic()
     preference: Preference = Preference()
     credit: Credit = Credit()
+    replay: Replay = Replay()
     overlong: Overlong = Overlong()
     covariance: Covariance = Covariance()
 

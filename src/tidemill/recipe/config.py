@@ -84,6 +84,7 @@ class Train(Section):
     stop_at_accuracy: float | None = Field(
         None, ge=0, le=1, description="end early once held-out accuracy reaches this"
     )
+    stop_at_reward: float | None = Field(None, description="end early once the mean held-out reward reaches this")
     profile: tuple[int, ...] = Field((), description="steps to profile, as Chrome traces")
 
 
@@ -227,6 +228,10 @@ class Learn(Section):
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's two decays")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
+    epochs: Rows = Field(1, description="of a network policy: passes over a step's decisions, all within one update")
+    minibatch: Rows | None = Field(
+        None, description="of a network policy: decisions of one gradient step; none: all of the step"
+    )
     clip_norm: float | None = Field(1.0, gt=0, description="largest gradient norm; none: no clipping")
     recompute: Literal["none", "selective", "mlp", "full"] = Field(
         "none",

@@ -31,7 +31,7 @@ class EnvironmentSettings(Section):
     name: str = Field(
         "",
         description="nim, nim_duel, tictactoe, tools, gem:GAME, gymnasium:GAME, textarena:GAME, skyrl:ID, openenv:URL, "
-        "or package.module:Class",
+        "or package.module:Class; of a network policy bandit, connect_four, inventory, gymnasium:ID, pettingzoo:MODULE",
     )
     program: str | None = Field(
         None,
@@ -50,7 +50,10 @@ class EnvironmentSettings(Section):
     )
     role: Literal["user", "tool"] = Field("user", description="role of the environment's messages, for chat models")
     workers: int = Field(
-        0, ge=0, description="threads for environments that are slow to answer, 0: none; programs at once, 0: 32"
+        0,
+        ge=0,
+        description="threads for environments that are slow to answer, 0: none; programs at once, 0: 32; of a network "
+        "policy: processes beside rollout's own that step environments",
     )
     timeout_s: float = Field(60.0, gt=0, description="time limit of an environment in a thread, or of a whole program")
     max_calls: int = Field(64, ge=1, description="with a program: how often one sample may ask the model")
@@ -64,6 +67,8 @@ class EnvironmentSettings(Section):
     league: LeagueSettings | None = Field(
         None, description="with several players: past versions of the policy as opponents, with Elo ratings"
     )
+    goal: float = Field(0.0, description="of a network policy: return from which an episode counts as solved")
+    film: bool = Field(True, description="of a network policy: show an episode of each evaluation as a moving picture")
     on_error: Literal["end", "fail"] = Field(
         "end", description="what an environment that raises or takes too long ends: the conversation, or the run"
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tidemill.recipe.section import Section
 
@@ -64,6 +64,26 @@ class TinyModel(Section):
         return self
 
 
+class PolicySettings(Section):
+    """A small network in place of a decoder: an observation goes in, the distribution of an action comes out."""
+
+    kind: Literal["mlp", "cnn", "gru"] = Field("mlp", description="what reads observations")
+    hidden: tuple[int, ...] = Field((64, 64), min_length=1, description="widths of the layers")
+    activation: Literal["tanh", "relu"] = Field("tanh", description="between the layers")
+    head: Literal["auto", "categorical", "gaussian", "squashed_gaussian"] = Field(
+        "auto", description="what is drawn from; auto: a category for each choice, a Gaussian for real numbers"
+    )
+    log_std: float = Field(0.0, description="logarithm of a Gaussian's standard deviation, to begin with")
+    orthogonal: bool = Field(True, description="orthogonal weights to begin with; false: torch's own")
+    normalise: tuple[Literal["observations", "rewards"], ...] = Field(
+        (), description="what is brought to a variance of 1 by running statistics, which checkpoints keep"
+    )
+    spaces: dict[str, Any] | None = Field(None, description="of observations and actions; none: the environment's")
+    judges: Literal["states", "actions", "nothing"] | None = Field(
+        None, description="what its critic gives values to; none: what the algorithm needs"
+    )
+
+
 class ModelSettings(Section):
     path: str | None = Field(
         None, description="a Hugging Face folder, a name of `tidemill models list`, or org/name on the hub"
@@ -72,5 +92,11 @@ class ModelSettings(Section):
     tiny: TinyModel | None = Field(
         None, description="a small model made on the spot, when neither path nor warm_start is given"
     )
+    policy: PolicySettings | None = Field(None, description="in place of a language model: a small network")
     dtype: DType = Field("float32", description="of the weights")
     trust_remote_code: bool = Field(False, description="run Python code found in the model folder")
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value

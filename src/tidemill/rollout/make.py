@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.models.load import LoadedModel
+from tidemill.models.policy import Policy
 from tidemill.models.vision.eyes import eyes
 from tidemill.recipe.config import Config
+from tidemill.rollout.control.engine import VectorEngine
 from tidemill.rollout.engine import RolloutEngine
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ def with_turns(
     `writer`: this worker's name there."""
     if config.environment is None:
         return engine
+    if isinstance(engine, VectorEngine):
+        return engine.at(run, writer)
     from tidemill.data.pictures.shown import Pictures
     from tidemill.environment.registry import offered
     from tidemill.environment.speech import Speech
@@ -40,6 +44,8 @@ def with_turns(
 
 def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) -> RolloutEngine:
     """An engine whose samples are one turn each. `links`: to the ranks that share the work (native engine)."""
+    if isinstance(loaded.model, Policy):
+        return VectorEngine(loaded.model, config)
     rollout, replicas = config.rollout, 1 if links is None else links.grid.dp
     max_len = min(loaded.window, config.data.max_prompt_tokens + rollout.max_new_tokens)
     match rollout.engine:

@@ -107,7 +107,7 @@ def train_loop(
             if config.eval.size and config.eval.every and step % config.eval.every == 0 and step < config.train.steps:
                 seen = look(workers, config, summary, metrics, watch, stop)
                 summary.is_look_due = seen is None
-                if seen is not None and seen.accuracy >= (config.train.stop_at_accuracy or 2.0):
+                if seen is not None and _reaches_goal(seen, config):
                     summary.is_early, summary.after = True, seen
             is_last = step == config.train.steps or summary.is_early or stop()
             if config.checkpoint.every and step % config.checkpoint.every == 0 and not is_last:
@@ -120,6 +120,11 @@ def train_loop(
             summary.is_stopped = summary.after is None
     finish(folder, workers, summary, config, watch)
     return summary
+
+
+def _reaches_goal(seen: Evaluation, config: Config) -> bool:
+    accuracy, reward = config.train.stop_at_accuracy, config.train.stop_at_reward
+    return (accuracy is not None and seen.accuracy >= accuracy) or (reward is not None and seen.reward >= reward)
 
 
 def moments(config: Config, folder: RunFolder, watch: Watcher | None = None) -> Generator[Moment, None, Summary]:

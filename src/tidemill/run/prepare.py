@@ -33,6 +33,7 @@ class Prepared:
 
 def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     from tidemill.data import survey
+    from tidemill.environment.vector import networks
     from tidemill.run.own import fitted
 
     notes: list[str] = []
@@ -40,8 +41,13 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     config = _from_run(config, notes.append)
     if config.data.fit:
         config = fitted(config, loaded.sources, notes.append)
+    if config.model.policy is not None:
+        config = networks.fitted(config)
     precheck.check(config, fetch=True)
     _check_device(config)
+    if config.model.policy is not None:
+        as_one = recipes.load(config).layers
+        return Prepared(replace(loaded, config=config, layers=as_one), survey.Lengths(0, 0, 0.0), notes)
     training, held_out = survey.open_rows(config)
     config = _with_steps(config, training.size)
     rows = survey.checked(training)

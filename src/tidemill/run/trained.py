@@ -92,6 +92,10 @@ def _named_checkpoint(where: str, which: str) -> tuple[int | None, bool]:
 
 def _from_run(run: RunFolder, place: torch.device, raw: bool, step: int | None, best: bool) -> Trained:
     found, tensors = _checkpoint(run, step, best)
+    if run.config.model.policy is not None:
+        loaded, (own, is_mean) = load(run.config.model, seed=0, device=place), weights_of(tensors, raw)
+        loaded.model.load_state_dict(own)
+        return Trained(loaded, run.config, found.step, is_mean=is_mean)
     definition = AutoConfig.from_pretrained(run.path / DEFINITION)
     has_adapters = any(name.startswith("adapter.") for name in tensors)
     if has_adapters and not _holds_all(tensors):

@@ -76,6 +76,7 @@ class Run:
             "metrics": self.series.names(),
             "last": self.series.last(),
             "warnings": self.warnings(),
+            "films": sorted(file.name for file in self.path.glob("images/episode-*.gif")),
             "summary": read_json(self.path / "summary.json"),
             "control": [r.plain() for r in done[-50:]],
             "is_paused": control.is_paused(done),

@@ -38,7 +38,7 @@ LOOK_S = 0.5  # between looks at a run's files for whoever watches it
 BEAT_S = 15.0  # a word when nothing happens, so that a lost page is noticed
 THREADS = 4  # that answer: each keeps memory of its own
 MOST_POINTS, MOST_NAMES, MOST_SAMPLES, MOST_STEPS = 4000, 64, 200, 20
-IMAGE = re.compile(r"[0-9a-f]{32}\.png")
+IMAGE = re.compile(r"[0-9a-f]{32}\.png|episode-\d+\.gif")
 
 Answer = dict[str, Any] | list[Any]
 

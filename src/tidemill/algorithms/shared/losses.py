@@ -9,6 +9,8 @@ from tidemill.algorithms.shared import kl
 from tidemill.imports import torch
 from tidemill.recipe.config import AlgorithmSettings
 
+RATIO_SETTINGS = ("clip_low", "clip_high", "dual_clip", "ratio_cap")  # of losses with a ratio alone
+
 
 def log_ratio_of(tokens: TokenBatch) -> torch.Tensor:
     """log π − log π_old; 0 where the model made nothing, so that no overflow there can meet a weight of 0."""

@@ -18,7 +18,7 @@ from tidemill.cluster.worker.host import Host
 from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
 from tidemill.dock.address import Address
-from tidemill.flow.evaluate import decoder, evaluate
+from tidemill.flow.evaluate import decoder, evaluate, play
 from tidemill.flow.feed import encoder_of
 from tidemill.flow.records import Activity, Evaluation
 from tidemill.graph import Graph
@@ -182,6 +182,8 @@ def evaluate_trained(
     tell: Callable[[Activity], None] = lambda activity: None,
 ) -> Evaluation:
     """Evaluate a model that is not being trained."""
+    if config.model.policy is not None:
+        return play(make_engine(loaded, config), config, size, tell)
     _, held_out = open_rows(config)
     encode, decode = (
         encoder_of(config, loaded.tokenizer),

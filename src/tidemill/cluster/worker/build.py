@@ -23,6 +23,7 @@ from tidemill.data.survey import open_rows
 from tidemill.device import determinism
 from tidemill.device.collective import backend
 from tidemill.dock import Dock
+from tidemill.environment.vector.feed import FragmentFeed, kept_groups
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.flow.feed import FEEDS, encoder_of
@@ -31,6 +32,7 @@ from tidemill.learn.checkpoint.model_folder import empty_model, materialise
 from tidemill.learn.engine import Learner, freeze
 from tidemill.learn.mindspore.learner import MindSporeLearner
 from tidemill.learn.model import MeshModel
+from tidemill.learn.network import NetworkLearner
 from tidemill.learn.parallel import mesh
 from tidemill.learn.parallel.cuts import elements
 from tidemill.learn.values.critic import ValueLearner
@@ -73,15 +75,22 @@ def build_worker(task: Assignment, dock: Dock) -> WorkerState:
     if group.has_engine:
         _make_engine(state, task)
     if post.feeds:
-        training, _ = open_rows(config)
-        encode = encoder_of(config, state.tokenizer, config.rollout.max_new_tokens)
-        state.feed = FEEDS[state.algorithm.input_kind](training, config, encode, state.algorithm.greedy_rows)
+        state.feed = _feed(state)
         state.open_feed()
     if "reward" in post.stages:
         state.scorer = Scorer(config.rewards, state.moved_on, task.device)
     if not group.is_cut:  # else once its ranks have joined
         _staff(state)
     return state
+
+
+def _feed(state: WorkerState) -> Any:
+    config, algorithm = state.config, state.algorithm
+    if config.model.policy is not None:
+        return FragmentFeed(config, kept_groups(config) if algorithm.is_replayed else 0)
+    training, _ = open_rows(config)
+    encode = encoder_of(config, state.tokenizer, config.rollout.max_new_tokens)
+    return FEEDS[algorithm.input_kind](training, config, encode, algorithm.greedy_rows)
 
 
 def _load(state: WorkerState, task: Assignment) -> None:
@@ -128,12 +137,14 @@ def _teach(state: WorkerState, task: Assignment) -> None:
         _teach_ranks(state, task, updates)
         return
     critic = None
-    if algorithm.has_critic or algorithm.learns_values:
+    if config.model.policy is not None:
+        state.learner = NetworkLearner(model, config, algorithm, updates)
+    elif algorithm.has_critic or algorithm.learns_values:
         shares_trunk = algorithm.has_critic and config.algorithm.critic.trunk == "shared"
         critic = ValueLearner(ValueModel(model, shares_trunk), config, algorithm, updates)
     if config.learn.backend == "mindspore":
         state.learner = MindSporeLearner(model, config, algorithm, updates, task.logs / "mindspore.log")
-    else:
+    elif state.learner is None:
         state.learner = critic if algorithm.learns_values and critic else Learner(model, config, algorithm, updates)
     state.critic = critic if algorithm.has_critic else None  # the learner itself is the reward model
     state.teams = {role: Team(state.world.rank, state.world.size) for role in ("learn", "learn_values")}

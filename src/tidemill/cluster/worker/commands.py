@@ -191,7 +191,7 @@ class RoleWorker:
         with state.tally.shown("feed"):
             opened = ahead.begin(step)
         puts.forget([ahead.tag(s) or "" for s in ahead.open])
-        if cut := state.feed.encode.take_cut():
+        if cut := state.feed.take_cut():
             state.tally.add("cut_responses", cut)
         return OpenedStep(opened.first_group, ahead.tag(step), ahead.starts, ahead.state(), state.feed.left_out)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tidemill.batch import GROUP, Batch
+from tidemill.batch import GROUP, LENGTH, Batch
 from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.worker.store import KeyedStore
 from tidemill.device import plain
@@ -213,6 +213,9 @@ class RankLearnWorker(LearnWorker):
 
     def _learn_share(self) -> None:
         whole = Batch.concat([held.batch for held in self.held]) if self.held else None
+        whole = self._drawn(whole, self.world.rank, self.world.size)
+        if self.replays and whole is None:
+            return  # too few decisions for learning to begin, which all ranks know
         place = self._place(self.groups)
         for _ in range(self.passes):
             for update in range(self.config.train.updates_per_step):
@@ -239,12 +242,14 @@ class RankLearnWorker(LearnWorker):
 
     def _fills_microbatch(self) -> bool:
         early = self._early()
-        return early is not None and early["tokens"].lengths.sum() >= self.config.train.tokens_per_microbatch
+        return early is not None and early.values(LENGTH).sum() >= self.config.train.tokens_per_microbatch
 
     def _early(self) -> Batch | None:
         """Return what belongs to the first update and is not accumulated yet; None where that is not known."""
         is_known = has_fixed_places(self.config)
-        if not self.held or self.only_critic or (not is_known and self.config.train.updates_per_step > 1):
+        if not self.held or self.only_critic or self.replays:
+            return None
+        if not is_known and self.config.train.updates_per_step > 1:
             return None
         ready = Batch.concat([held.batch for held in self.held])
         return self._fresh(ready, self._update_of(ready) == 0)
@@ -263,13 +268,13 @@ class RankLearnWorker(LearnWorker):
             batch = self._counted_in(batch)
         shared = self.team.share(batch)
         self.my_turn()
-        with self.tally.time(self.name, tokens=0.0 if shared is None else float(shared["tokens"].lengths.sum())):
+        with self.tally.time(self.name, tokens=0.0 if shared is None else float(shared.values(LENGTH).sum())):
             self.own.accumulate_own(shared)
         if shared is not None:
             self.accumulated.update(int(g) for g in np.unique(shared.values(GROUP)))
 
     def _counted_in(self, batch: Batch) -> Batch:
-        self._counted += np.array([batch["tokens"].lengths.sum(), batch.rows], np.float64)
+        self._counted += np.array([batch.values(LENGTH).sum(), batch.rows], np.float64)
         return super()._counted_in(batch)
 
     # After the update, and when something was lost

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 def rollout(state: WorkerState) -> Worker:
     assert state.engine is not None
-    state.rollout = RolloutWorker(state.dock, state.engine, state.config, state.tally)
+    own = state.engine if state.config.model.policy is not None else None
+    state.rollout = RolloutWorker(state.dock, state.engine, state.config, state.tally, own)
     state.rollout.my_turn = state.rolling
     return state.rollout
 

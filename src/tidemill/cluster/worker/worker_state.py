@@ -21,7 +21,7 @@ from tidemill.data.survey import open_rows
 from tidemill.dock import Dock
 from tidemill.estimate.handover import HandedOver
 from tidemill.flow.ahead import Ahead
-from tidemill.flow.evaluate import averaged, decoder, evaluate
+from tidemill.flow.evaluate import averaged, decoder, evaluate, play
 from tidemill.flow.feed import Feed, encoder_of
 from tidemill.flow.handover import Away, Handover, Leaving, kept_tensors
 from tidemill.flow.records import Activity, Evaluation
@@ -54,6 +54,15 @@ class _EvaluatingEngine:
 
     def __init__(self, engine: RolloutEngine, moved_on: Callable[[], None]) -> None:
         self._engine, self._moved_on = engine, moved_on
+
+    def evaluated(self, size: int, tell: Callable[[int], None]) -> Any:
+        self._moved_on()
+
+        def told(done: int) -> None:
+            tell(done)
+            self._moved_on()
+
+        return cast(Any, self._engine).evaluated(size, told)
 
     def step(self) -> list[Completion]:
         self._moved_on()
@@ -205,6 +214,10 @@ class WorkerState:
 
     def evaluate(self, size: int, samples: int, tell: Callable[[Activity], None]) -> Evaluation:
         assert self.loaded is not None
+        if self.config.model.policy is not None:
+            player = self.engine or make_engine(self.loaded, self.config)
+            with averaged(self.learner, player):
+                return play(_EvaluatingEngine(player, self.moved_on), self.config, size, tell)
         engine, paused = self.engine, _Paused()
         is_sole = self.lead is not None or self.config.flow.carry_over > 0  # no room for a second, for a moment's work
         if is_sole and engine is not None:

@@ -69,6 +69,8 @@ class Ledger:
         self.next_tag = 0
         self._tag_codes: dict[str, int] = {}
         self.leases = Leases(epoch)
+        self.keeps = max((stage.keeps for stage in stages), default=0)
+        self.kept: Ints = np.empty(0, np.int64)  # rows that all stages are through with, those with the lowest id first
         self.committed: dict[int, None] = {}
         self.serial = 0
 
@@ -134,6 +136,8 @@ class Ledger:
                 "put a column `group_size`, or give group_size to the dock or to the want",
             )
         columns = c.wanted(want)
+        if want.sampler == "replay":
+            return self._replay(c, want, columns, now, owner)
         if want.ranks > 1:
             return self._take_part(c, want, columns, now, owner)
         units = self._choose(c, want)
@@ -148,6 +152,9 @@ class Ledger:
             return
         held = self._held_lease(lease, now)
         c, slots = self.controllers[held.stage], held.slots
+        if held.is_replay:
+            self._give_back(self.leases.pop(lease))
+            return
         c.check_outputs(what)
         if what.counts is not None:
             what.counts.check(len(slots))
@@ -313,6 +320,16 @@ class Ledger:
         c.held.add(self.rows.tag[where], 1)
         return self.leases.add(HeldLease(c.index, slots, now + self.lease_s, columns, owner, now, where))
 
+    def _replay(self, c: Controller, want: Want, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
+        """Grant a lease on kept rows, drawn evenly and with repetition."""
+        pool = life.replayed(self, c)
+        if not len(pool):
+            return None
+        places = np.random.default_rng([want.seed, want.rank]).integers(0, len(pool), want.rows or 1)
+        slots = pool[places]
+        lease = HeldLease(c.index, slots, now + self.lease_s, columns, owner, now, slots, is_replay=True)
+        return self._grant(self.leases.add(lease))
+
     def _second(self, c: Controller, columns: tuple[str, ...], now: float, owner: bytes) -> Grant | None:
         """Grant a second lease on the rows of a straggler, if there is one."""
         limit_s = c.pace.limit_s
@@ -361,9 +378,12 @@ class Ledger:
         if lease.twin:  # another lease holds the rows, too
             self.leases[lease.twin].twin = 0
             return
+        if lease.is_replay:
+            life.keep(self, np.empty(0, np.int64))
+            return
         c, rows, slots = self.controllers[lease.stage], self.rows, lease.slots
-        c.leased -= len(slots)
         rows.leased[slots] &= ~c.bit
+        c.leased -= len(slots)
         live = rows.state[slots] == LIVE
         ending, slots = slots[~live], slots[live]
         c.held.add(rows.tag[slots], -1)

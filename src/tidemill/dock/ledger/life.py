@@ -143,13 +143,36 @@ def _let_go(ledger: Ledger, slots: Ints) -> None:
     """Free the parts that no pending stage reads, and rows that have passed all stages."""
     rows = ledger.rows
     is_through = (rows.pending[slots] | rows.leased[slots]) == 0
-    free_rows(ledger, slots[is_through])
+    if ledger.keeps:
+        keep(ledger, slots[is_through])
+    else:
+        free_rows(ledger, slots[is_through])
     rest = slots[~is_through]
     if not len(rest):
         return
     first = 1 if ledger.stale_policy == "requeue" else 0  # rows that are made again start from part 0
     for part in range(first, len(rows.chunk)):
         unref(ledger, part, rest[(rows.pending[rest] & ledger.columns.readers[part]) == 0])
+
+
+def keep(ledger: Ledger, slots: Ints) -> None:
+    """Keep rows that all stages are through with, and free the oldest beyond those that a stage reads again."""
+    kept = np.concatenate([ledger.kept, slots])
+    kept = kept[np.argsort(ledger.rows.id[kept], kind="stable")]
+    spare = kept[: max(0, len(kept) - ledger.keeps)]
+    spare = spare[~np.isin(spare, ledger.leases.replayed())]
+    ledger.kept = kept[~np.isin(kept, spare)] if len(spare) else kept
+    ledger.counts.leave(ledger.rows.id[slots])
+    free_rows(ledger, spare)
+
+
+def replayed(ledger: Ledger, c: Controller) -> Ints:
+    """Return the newest rows that all other stages are through with, those that the stage itself holds included: so
+    what is drawn does not tell when it commits."""
+    own = [lease.slots for _, lease in ledger.leases.at(c.index) if not lease.is_replay]
+    held = np.unique(np.concatenate([np.empty(0, np.int64), *own]))
+    pool = np.concatenate([ledger.kept, held[ledger.rows.pending[held] == c.bit]])
+    return pool[np.argsort(ledger.rows.id[pool])][-ledger.keeps :]
 
 
 def unref(ledger: Ledger, part: int, slots: Ints) -> None:
@@ -238,6 +261,8 @@ def free_rows(ledger: Ledger, slots: Ints) -> None:
 def clear(ledger: Ledger, slots: Ints) -> None:
     """Remove rows from the table, whatever the reason."""
     rows = ledger.rows
+    if len(ledger.kept):
+        ledger.kept = ledger.kept[~np.isin(ledger.kept, slots)]
     held = rows.chunk[:, slots]
     ledger.chunks.unref(held[held >= 0].tolist())
     for i in rows.id[slots].tolist():

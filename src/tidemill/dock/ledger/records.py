@@ -95,6 +95,7 @@ class HeldLease:
     since: float = 0.0
     where: slice | Ints | None = None  # the same rows, as a slice of the table where they are one
     twin: int = 0  # another lease on the same rows: a straggler's or its replacement's
+    is_replay: bool = False  # on rows that are kept, which it does not consume
 
 
 def split(rows: Batch, read_somewhere: Collection[str], watch: str) -> tuple[Written, Batch]:

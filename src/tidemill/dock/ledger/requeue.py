@@ -27,7 +27,8 @@ def sift(ledger: Ledger, slots: Ints) -> None:
         _recover(ledger, slots[is_lost])
         slots = slots[~is_lost]
     if ledger.max_staleness is not None:
-        slots = slots[rows.version[slots] != NO_VERSION]
+        is_waiting = rows.pending[slots] != 0  # rows that are kept may be of any age
+        slots = slots[(rows.version[slots] != NO_VERSION) & is_waiting]
         _refuse_old(ledger, slots[ledger.version - rows.version[slots] > ledger.max_staleness])
 
 

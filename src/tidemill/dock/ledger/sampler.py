@@ -22,6 +22,7 @@ SAMPLERS = {
     "oldest": "oldest weight version first, then first come",
     "differing": "first come, but groups whose rewards are all equal are dropped on the way",
     "shuffle": "at random (seeded) from a window of what is ready",
+    "replay": "at random (seeded), rows that the stage keeps; they stay, and none is consumed",
 }
 
 

@@ -104,6 +104,8 @@ def _load_rows(ledger: Ledger, arrays: Arrays) -> Ints:
         c.pending.add(rows.tag[slots[(rows.pending[slots] & c.bit) != 0]], 1)
     for tag in rows.tag[slots].tolist():
         ledger.count_rows(ledger.tags[tag], 1)
+    through = slots[rows.pending[slots] == 0]
+    ledger.kept = through[np.argsort(rows.id[through])]
     return slots
 
 

@@ -404,7 +404,7 @@ class LedgerServer:
     def _setup_message(self) -> m.Setup:
         return m.Setup(
             epoch=self.epoch,
-            stages=tuple((s.name, s.role, s.reads, s.writes, s.scope) for s in self._setup.stages),
+            stages=tuple((s.name, s.role, s.reads, s.writes, s.scope, s.keeps) for s in self._setup.stages),
             source=self._setup.source,
             watch=self._setup.watch,
             replicas=self._setup.replicas,

@@ -210,7 +210,7 @@ class Setup(Message):
     """What a client must know about the dock."""
 
     epoch: int
-    stages: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], str], ...]
+    stages: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], str, int], ...]
     source: tuple[str, ...]
     watch: str
     replicas: int

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.algorithms.shared import registry
 from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.dock import Dock, Lease, Want
 from tidemill.flow.adjust import LR, adjust_model, adjusted
@@ -37,6 +38,7 @@ class LearnWorker:
         self.dock, self.learner, self.config, self.tally = dock, learner, config, tally
         self.name, self.critic = name, critic  # the critic's own worker, polled before this one
         self.passes = critic_passes(config) if name == "learn_values" else config.train.passes_per_step
+        self.replays = registry.of(config).is_replayed
         self.my_turn = at_any_time  # called before the learner works
         self.held: list[Lease] = []
         self.has_begun = False  # a gradient was accumulated that an interruption would lose
@@ -84,7 +86,7 @@ class LearnWorker:
 
     def _accumulate_ready(self) -> None:
         """Accumulate what fills a micro-batch of the first update; the rest waits."""
-        if self.only_critic:
+        if self.only_critic or self.replays:
             return
         if not has_fixed_places(self.config) and self.config.train.updates_per_step > 1:
             return  # which update a group belongs to is known once the last one is in
@@ -126,7 +128,22 @@ class LearnWorker:
         self.held = []
         self.is_done = True
 
-    def _learn(self, whole: Batch) -> None:
+    def _drawn(self, whole: Batch | None, rank: int = 0, ranks: int = 1) -> Batch | None:
+        """Return what this rank learns from: the step's samples, or, where samples are learned from many times, some of
+        all that the dock keeps."""
+        replay, each = self.config.algorithm.replay, self.config.learn.minibatch or 256
+        seed = self.config.seed % (1 << 32) << 24 | self.learner.version
+        want = Want(rows=-(-replay.updates * each // ranks), sampler="replay", seed=seed, rank=rank, ranks=ranks)
+        made = self.first_group * self.config.train.samples_per_prompt * self.config.rollout.max_new_tokens
+        lease = self.dock.take(self.name, want) if self.replays and made >= replay.begin else None
+        if lease is None:
+            return None if self.replays else whole
+        self.held.append(lease)  # its bytes stay until the update is made
+        return lease.batch.merge({GROUP: np.full(lease.batch.rows, self.first_group)})
+
+    def _learn(self, drawn: Batch | None) -> None:
+        if (whole := self._drawn(drawn)) is None:
+            return
         update_of = self._update_of(whole)
         for _ in range(self.passes):
             for update in range(self.config.train.updates_per_step):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,11 +55,13 @@ class RolloutWorker:
         engine: RolloutEngine,
         config: Config,
         tally: Tally,
-        outputs: Callable[[list[Completion]], tuple[Batch, Counts | None]] | None = None,
+        own: Any = None,
     ) -> None:
-        """`outputs`: makes what is committed for a finished group, and its counts."""
+        """`own`: has `requests`, which makes those of a group's rows, and `outputs`, which makes what is committed for
+        a finished group, and its counts. None: rows are prompts."""
         self.dock, self.engine, self.config, self.tally = dock, engine, config, tally
-        self.outputs = outputs or rollout_outputs
+        self.requests = self._requests if own is None else own.requests
+        self.outputs = rollout_outputs if own is None else own.outputs
         self.sampling = sampling_of(config, config.seed)
         self.rolling: dict[int, _Rolling] = {}
         self.peers = 1  # rollout workers that share the work, this one included
@@ -105,7 +107,7 @@ class RolloutWorker:
             self.my_turn()
             group = int(lease.batch.values(GROUP)[0])
             self.rolling[group] = _Rolling(lease, lease.batch.rows, {})
-            for request in self._requests(group, lease.batch):
+            for request in self.requests(group, lease.batch):
                 self.engine.submit(request)
             moved = True
         return moved

@@ -5,8 +5,8 @@ import { get, h, number, replace } from "./dom.js";
 
 // Title and the metrics that belong under it, by name or by what their names match.
 const PARTS = [
-  ["Reward", ["reward", /^reward\//]],
-  ["Accuracy", ["accuracy", "eval/accuracy", /^eval\/pass@/]],
+  ["Reward", ["reward", "eval/reward", /^reward\//]],
+  ["Accuracy", ["accuracy", "eval/accuracy", /^eval\/(pass@|against)/]],
   ["Loss", ["loss"]],
   ["Response length", ["response_tokens", "eval/response_tokens"]],
   ["Truncated", ["truncated_share"]],
@@ -52,6 +52,7 @@ function head(box, info) {
       fact("left", last["time/step"] && left > 0 ? `${number(Math.round((left * last["time/step"]) / 60))} min` : "–"),
       fact("MFU", share(last["machine/mfu"])), fact("J per token", number(last["machine/joules_per_token"], 3)),
       fact("cost so far", number(last["cost/so_far"], 4))),
+    info.films.slice(-1).map((name) => h("img", { src: `api/image?${new URLSearchParams({ run: info.name, name })}`, alt: "an episode" })),
     info.warnings.map((text) => h("p", { class: "warning", role: "note" }, text)));
 }
 
