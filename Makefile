@@ -8,6 +8,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 BROWSER_VENV ?= .venv-browser
 DOCS_VENV ?= .venv-docs
 LOGGERS_VENV ?= .venv-loggers
+NEWEST_VENV ?= .venv-newest
 CLIENTS_VENV ?= .venv-clients
 MINDSPORE_VENV ?= .venv-mindspore
 
@@ -15,7 +16,7 @@ MINDSPORE_VENV ?= .venv-mindspore
 RANKS := tests/learn/parallel tests/rollout/ranks
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-npu test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers mindspore test-mindspore test-kernels docs lint layers types quick slow learning bench peers clean
+.PHONY: help install quickstart test test-npu test-newest test-slurm test-ray-jobs test-vllm test-browser test-clients test-loggers mindspore test-mindspore test-kernels docs lint layers types quick slow learning bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -140,6 +141,16 @@ test-clients: install $(CLIENTS:%=$(CLIENTS_VENV)-%/.installed) $(CLIENTS_VENV)-
 	@for name in $(CLIENTS); do echo "with $$name:"; \
 		PYTHONPATH=$(abspath src) TIDEMILL_PYTHON=$(abspath $(BIN)/python) CLIENTS_NODE=$(abspath $(CLIENTS_VENV)-node) \
 		$(CLIENTS_VENV)-$$name/bin/python -m pytest -rs --confcutdir tests/clients tests/clients || exit 1; done
+
+# Newest within the bounds of pyproject.toml. NEWEST_TORCH: what pip is told of torch, such as torch==2.13.0+cpu.
+NEWEST_TORCH ?= torch
+test-newest: install ## models, rollout and learner on the newest transformers and torch within our bounds
+	@test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
+	@$(NEWEST_VENV)/bin/python -m pip install -q --disable-pip-version-check -r requirements.lock
+	@$(NEWEST_VENV)/bin/python -m pip install -q --disable-pip-version-check --upgrade "transformers<6" "$(NEWEST_TORCH)"
+	@$(NEWEST_VENV)/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
+	@PYTHONPATH=src:. OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m pytest -m "not slow and not gpu" tests/models tests/rollout tests/learn --ignore $(RANKS)
+	@PYTHONPATH=src:. OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python -m tidemill bench families --json
 
 test-slurm: install ## a recipe on a real Slurm with two nodes (apt-get install slurm-wlm munge; as root)
 	@TIDEMILL_TEST_SLURM=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launch/test_slurm_itself.py

@@ -170,6 +170,7 @@ def held(pid: int) -> dict[str, float]:
     own = found.get("VmRSS", 0.0) - found.get("RssShmem", 0.0)
     return {
         "own_mb": own / 1e3,  # resident, without shared memory
+        "anonymous_mb": found.get("RssAnon", 0.0) / 1e3,  # of it, what is no file
         TOUCHED: found.get("RssShmem", 0.0) / 1e3,
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": found.get("Threads", 0.0),

@@ -135,10 +135,15 @@ def _data(config: Config, _: ModelSettings) -> Iterator[str]:
     data = config.data
     eval_args = data.args if data.eval_args is None else data.eval_args
     level = {} if data.curriculum is None else {data.curriculum.setting: data.curriculum.values[0]}
-    sources = (("data.source", data.source, {**data.args, **level}), ("data.eval_source", data.eval_source, eval_args))
+    sources = [("data.source", data.source, {**data.args, **level})]
+    if data.sources:
+        sources = [
+            (f"data.sources.{i}.source", entry.source, data.args if entry.args is None else entry.args)
+            for i, entry in enumerate(data.sources)
+        ]
+    if data.eval_source is not None:
+        sources.append(("data.eval_source", data.eval_source, eval_args))
     for key, source, args in sources:
-        if source is None:
-            continue
         if not generators.is_generator(source):
             wrong = _data_file(source, [*generators.registry()])
             if wrong:

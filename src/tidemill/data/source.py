@@ -71,12 +71,18 @@ class Order:
     """
 
     def __init__(self, source: Source, seed: int, shuffle: bool = True) -> None:
+        from tidemill.data.mix import Mixed
+
         if source.size == 0:
             raise DataError(f"{source.name} has no examples", "check data.source and data.split")
-        self.size = source.size
+        self.size = None if isinstance(source, Mixed) else source.size  # a mix keeps the order of its parts
         self.seed = seed
         self.shuffle = shuffle
         self._passes: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
+
+    def over(self, source: Source) -> Order:
+        """The same of another source."""
+        return Order(source, self.seed, self.shuffle)
 
     def order(self, position: int) -> int:
         if self.size is None:
@@ -115,8 +121,10 @@ class FileRows:
 
 def open_source(data: Data, seed: int) -> tuple[Source, Source]:
     """Training and held-out data. No held-out problem occurs in training."""
-    from tidemill.data import generators, readers
+    from tidemill.data import generators, mix, readers
 
+    if data.sources:
+        return mix.open_mix(data, seed)
     if generators.is_generator(data.source) or data.curriculum is not None:
         return open_generated(data, seed)
     rows = readers.read(data.source, data)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tidemill.data.mix import Mixed, marked
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, FileRows, Source, open_source
 from tidemill.errors import DataError, did_you_mean
+from tidemill.reward.api import FROM
 
 if TYPE_CHECKING:
     from tidemill.recipe.config import Config
@@ -65,6 +67,8 @@ def open_rows(config: Config) -> tuple[Source, Source]:
 
 def _complete(source: Source, lacking: Lacking) -> Source:
     """Leave out incomplete rows of a file. Where all are, keep them: the mistake is the recipe's, and is refused."""
+    if isinstance(source, Mixed):
+        return source.over(lambda part: _complete(part, lacking))
     if not isinstance(source, FileRows):
         return source
     found = [(example, lacking(example)) for example in source.examples]
@@ -77,6 +81,8 @@ def _complete(source: Source, lacking: Lacking) -> Source:
 
 def left_out(source: Source) -> list[str]:
     """Say how many rows of a file are left out, and why the first one is."""
+    if isinstance(source, Mixed):
+        return [sentence for part in source.parts for sentence in left_out(part.source)]
     if not isinstance(source, FileRows) or not source.bad_rows:
         return []
     rows = "1 row" if source.bad_rows == 1 else f"{source.bad_rows:,} rows"
@@ -91,6 +97,8 @@ def sampled(source: Source) -> list[Example]:
 
 def checked(source: Source) -> Sequence[Example]:
     """Return the rows whose columns are checked: all of a file's, some of a generator's."""
+    if isinstance(source, Mixed):
+        return [marked(example, part.name) for part in source.parts for example in checked(part.source)]
     return source.examples if isinstance(source, FileRows) else sampled(source)
 
 
@@ -179,7 +187,8 @@ def _lacking_rewards(config: Config) -> Lacking:
     read = columns_read(config.rewards)
 
     def lacking(example: Example) -> DataError | None:
-        found = missing_of(read, {**example.meta, "answer": example.answer}) if read else []
+        asked = [one for one in read if not one.sources or example.meta.get(FROM) in one.sources]
+        found = missing_of(asked, {**example.meta, "answer": example.answer}) if asked else []
         return _lacks(example, str(found[0]), found[0].column) if found else None
 
     return lacking

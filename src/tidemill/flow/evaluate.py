@@ -16,7 +16,7 @@ from tidemill.errors import DataError
 from tidemill.flow.records import Activity, Answered, Evaluation
 from tidemill.flow.stages.rolling import sampling_of
 from tidemill.recipe.config import Config
-from tidemill.reward.api import Sample
+from tidemill.reward.api import FROM, Sample
 from tidemill.reward.score import Failures, Scorer
 from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from tidemill.tiles import Tiles, images
@@ -158,7 +158,7 @@ def _answer(
     scored = [one for piece in pieces for one in piece.result()]
     made = [len(done[i, k].tokens) for i in range(len(problems)) for k in range(n)]
     flat = [
-        Answered(s.prompt, s.answer, s.transcript, r.correct, r.value, tokens)
+        Answered(s.prompt, s.answer, s.transcript, r.correct, r.value, tokens, str(s.meta.get(FROM, "")))
         for s, r, tokens in zip(samples, scored, made)
     ]
     return [flat[i * n : (i + 1) * n] for i in range(len(problems))]

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from tidemill import tiles
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.data.curriculum import Curriculum
+from tidemill.data.mix import Mixed
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, FileRows, Order, Source
 from tidemill.errors import DataError
@@ -104,7 +105,8 @@ class Feed:
     @property
     def left_out(self) -> int:
         """Count the rows left out so far, those left out when the file was read included."""
-        return len(self.bad_rows) + (self.source.bad_rows if isinstance(self.source, FileRows) else 0)
+        parts = [part.source for part in self.source.parts] if isinstance(self.source, Mixed) else [self.source]
+        return len(self.bad_rows) + sum(part.bad_rows for part in parts if isinstance(part, FileRows))
 
     def state(self) -> dict[str, Any]:
         own = {"position": self.position, "groups": self.groups}

@@ -15,6 +15,7 @@ class Answered:
     correct: bool
     reward: float
     tokens: int = 0  # of the response
+    source: str = ""  # of several, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class Evaluation:
             "eval/response_tokens": self.response_tokens,
         }
         named |= {"eval/reward_errors": float(self.failed)} if self.failed else {}
+        for source in sorted({answer.source for answer in self.answers} - {""}):
+            own = [answer.correct for answer in self.answers if answer.source == source]
+            named[f"eval/source/{source}/accuracy"] = sum(own) / len(own)
         named |= {f"eval/{kind.replace(' ', '_')}": share for kind, share in self.shares.items()}
         return named | {f"eval/pass@{k}": share for k, share in self.pass_at.items()}
 

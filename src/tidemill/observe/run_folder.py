@@ -356,7 +356,7 @@ def _readme(run: RunFolder, summary: Mapping[str, Any]) -> str:
     results = [f"| {key} | {_cell(value)} |" for key, value in summary.items() if isinstance(value, int | float | str)]
     parts = [
         f"# {config.name}",
-        config.about or f"{config.algorithm.name} on {config.data.source}.",
+        config.about or f"{config.algorithm.name} on {config.data.called}.",
         f"Last written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z} on {host.processor()}, {host.cores()} cores; "
         + ", ".join(f"{name} {version}" for name, version in versions().items())
         + ".",

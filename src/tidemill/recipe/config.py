@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tidemill.recipe.algorithm import KL, AlgorithmSettings, Covariance, Critic, Overlong, Preference
+from tidemill.recipe.data import CurriculumSettings, Data, DataSource, RewardSpec, in_long_form
 from tidemill.recipe.environment import EnvironmentSettings, LeagueSettings
 from tidemill.recipe.images import ImageSettings
 from tidemill.recipe.model import ModelSettings, TinyModel, TinyVision
@@ -14,61 +15,11 @@ from tidemill.recipe.section import ParallelSettings, Places, Rate, Rows, Sectio
 
 __all__ = [
     "KL", "VLLM", "AlgorithmSettings", "Checkpoint", "Cluster", "Config", "Covariance", "Critic",
-    "CurriculumSettings", "Data", "EnvironmentSettings", "Eval", "Flow", "ImageSettings", "LeagueSettings", "Learn",
-    "Mixture", "ModelSettings", "Observe", "Overlong", "ParallelSettings", "PlacementSettings", "Preference",
-    "Reshard", "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel", "TinyVision", "Train",
+    "CurriculumSettings", "Data", "DataSource", "EnvironmentSettings", "Eval", "Flow", "ImageSettings",
+    "LeagueSettings", "Learn", "Mixture", "ModelSettings", "Observe", "Overlong", "ParallelSettings",
+    "PlacementSettings", "Preference", "Reshard", "RewardSpec", "Rewards", "Rollout", "Section", "TinyModel",
+    "TinyVision", "Train",
 ]  # fmt: skip
-
-
-class CurriculumSettings(Section):
-    """Raise the difficulty as easier problems are solved."""
-
-    setting: str = Field("level", description="the key of data.args that takes one value after the other")
-    values: tuple[Any, ...] = Field(min_length=1, description="its values, easiest first")
-    rise_above: float = Field(0.8, ge=0, le=1, description="accuracy from which the next value is used")
-    fall_below: float = Field(0.1, ge=0, le=1, description="accuracy below which the value before is used again")
-    window: int = Field(256, ge=1, description="samples over which accuracy is measured")
-
-
-class Data(Section):
-    source: str = Field(
-        "arithmetic",
-        description="a file (.jsonl .json .csv .tsv .parquet .txt), a Hugging Face dataset folder, a generator's name",
-    )
-    args: dict[str, Any] = Field({}, description="the generator's own settings")
-    curriculum: CurriculumSettings | None = Field(None, description="raise the difficulty with measured accuracy")
-    eval_source: str | None = Field(None, description="held-out data; without it, held_out rows of source")
-    eval_args: dict[str, Any] | None = Field(None, description="the held-out generator's settings; without it, args")
-    held_out: int = Field(200, ge=0, description="rows kept from source for evaluation, never trained on")
-    columns: dict[str, str] = Field(
-        {}, description="our name: the file's column, for prompt, answer, response, messages, …"
-    )
-    split: str | None = Field(None, description="split of a dataset folder; none: train")
-    eval_split: str | None = Field(None, description="split of eval_source (or of source) used as held-out data")
-    answer_pattern: str | None = Field(
-        None, description="regular expression; its first group is the answer within the column answer"
-    )
-    rewrite: dict[str, tuple[tuple[str, str], ...]] = Field(
-        {}, description="by column (prompt, answer, response): pairs of a regular expression and its replacement"
-    )
-    template: str | None = Field(None, description="prompt text with {column} in it, instead of the column prompt")
-    system: str | None = Field(None, description="system message, for chat models")
-    chat: Literal["auto", "on", "off"] = Field(
-        "auto", description="use the tokenizer's chat template; auto: when it has one"
-    )
-    chat_args: dict[str, Any] = Field({}, description="arguments of the chat template, such as enable_thinking: false")
-    learn_turns: Literal["last", "all"] = Field(
-        "last", description="what sft learns from a conversation: the assistant's last turn, or all its turns"
-    )
-    images: ImageSettings | None = Field(
-        None, description="how prompts show images; none: set where the data's rows have some"
-    )
-    max_prompt_tokens: Places = Field(1024, description="a longer prompt is a bad row")
-    on_bad_row: Literal["fail", "skip"] = Field("fail", description="what to do with a row that cannot be used")
-    shuffle: bool = Field(True, description="reshuffle for each pass over the data")
-    fit: bool = Field(
-        False, description="take sizes, columns and rewards that are not set from the model and the data's rows"
-    )
 
 
 class Train(Section):
@@ -148,13 +99,6 @@ class Rollout(Section):
         return self.pp * self.dp * self.tp
 
 
-class RewardSpec(Section):
-    function: str = Field(description="a built-in reward's name, or package.module:function")
-    weight: float = Field(1.0, description="factor in the total")
-    args: dict[str, Any] = Field({}, description="keyword arguments of the function")
-    label: str | None = Field(None, description="name of its value in metrics; none: the function's name")
-
-
 class Rewards(Section):
     functions: tuple[RewardSpec, ...] = Field(
         (RewardSpec(function="exact"),), min_length=1, description="rewards, added with their weights"
@@ -178,10 +122,8 @@ class Rewards(Section):
             value = [value]
         if isinstance(value, list | tuple):
             value = {"functions": value}
-        if isinstance(value, dict) and isinstance(value.get("functions"), list | tuple | str):
-            given = value["functions"]
-            given = [given] if isinstance(given, str) else given
-            value = {**value, "functions": [{"function": f} if isinstance(f, str) else f for f in given]}
+        if isinstance(value, dict) and "functions" in value:
+            value = {**value, "functions": in_long_form(value["functions"])}
         return value
 
     @field_validator("workers", mode="plain")

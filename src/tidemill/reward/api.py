@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+FROM = "from_source"  # in a sample's meta: which of several sources it came from
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -40,6 +40,7 @@ class Missing:
 
     reward: str
     column: str
+    sources: tuple[str, ...] = ()  # whose samples the reward judges; none: all
 
     def __str__(self) -> str:
         return f"the reward {self.reward!r} reads the column {self.column.replace('|', ' or ')}"
@@ -97,7 +98,9 @@ def reads_of(name: str, args: Mapping[str, Any]) -> tuple[str, ...]:
 def columns_read(rewards: Rewards) -> list[Missing]:
     """Return every column that a recipe's rewards read, as it would be reported if a row lacked it."""
     return [
-        Missing(spec.function, column) for spec in rewards.functions for column in reads_of(spec.function, spec.args)
+        Missing(spec.function, column, spec.sources)
+        for spec in rewards.functions
+        for column in reads_of(spec.function, spec.args)
     ]
 
 

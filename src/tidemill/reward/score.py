@@ -17,7 +17,7 @@ from typing import Any
 from tidemill.device import host
 from tidemill.errors import ConfigError, RewardError
 from tidemill.recipe.config import Rewards
-from tidemill.reward.api import RewardFunction, Sample, Scored, is_batched
+from tidemill.reward.api import FROM, RewardFunction, Sample, Scored, is_batched
 from tidemill.reward.registry import check_args, find, is_quick, runs_here, wants_device
 from tidemill.reward.workers.outcome import Outcome, judge, judge_many
 from tidemill.reward.workers.pool import Pool, Unit
@@ -35,6 +35,10 @@ class Component:
     weight: float
     function: RewardFunction
     slot: int | None
+    sources: tuple[str, ...] = ()
+
+    def judges(self, sample: Sample) -> bool:
+        return not self.sources or sample.meta.get(FROM) in self.sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,13 @@ class Scorer:
     def submit(self, samples: list[Sample]) -> Future[list[Scored]]:
         """Judge samples in the background."""
         task = ScoringTask(self, samples)
-        slow = [(i, k, c) for k, c in enumerate(self.components) if c.slot is not None for i in range(len(samples))]
+        slow = [
+            (i, k, c)
+            for k, c in enumerate(self.components)
+            if c.slot is not None
+            for i, sample in enumerate(samples)
+            if c.judges(sample)
+        ]
         if self._pool is not None and slow:
             self._pool.submit([Unit(c.slot or 0, samples[i], task.setter(i, k)) for i, k, c in slow])
         self._thread.submit(self._judge_here, task, samples)
@@ -99,25 +109,28 @@ class Scorer:
         for k, component in enumerate(self.components):
             if component.slot is not None:
                 continue
+            own = [i for i, sample in enumerate(samples) if component.judges(sample)]
             if is_batched(component.function):
-                for i, outcome in enumerate(judge_many(component.function, samples, component.args)):
+                outcomes = judge_many(component.function, [samples[i] for i in own], component.args)
+                for i, outcome in zip(own, outcomes):
                     task.set(i, k, outcome)
             else:
-                for i, sample in enumerate(samples):
-                    task.set(i, k, judge(component.function, sample, component.args))
+                for i in own:
+                    task.set(i, k, judge(component.function, samples[i], component.args))
         task.finish_if_complete()
 
     def combine(self, sample: Sample, outcomes: Sequence[Outcome]) -> Scored:
         """The weighted sum; a component that failed counts as 0."""
         parts: dict[str, float] = {}
         failures = []
-        for component, outcome in zip(self.components, outcomes):
+        own = [component for component in self.components if component.judges(sample)]
+        for component, outcome in zip(own, outcomes):
             parts[component.label] = outcome.value
             parts.update({f"{component.label}.{name}": value for name, value in outcome.parts.items()})
             if outcome.fault:
                 failures.append(failure(component, sample, outcome))
         self._count(failures)
-        value = sum(c.weight * o.value for c, o in zip(self.components, outcomes))
+        value = sum(c.weight * o.value for c, o in zip(own, outcomes))
         first = outcomes[0]
         correct = first.value > self.rewards.correct_above if first.correct is None else first.correct
         return Scored(value, parts, correct and not first.fault, failures[0].message if failures else None)
@@ -147,7 +160,7 @@ class ScoringTask:
         self.scorer, self.samples = scorer, samples
         self.future: Future[list[Scored]] = Future()
         self.outcomes: list[list[Outcome | None]] = [[None] * len(scorer.components) for _ in samples]
-        self.missing = len(samples) * len(scorer.components)
+        self.missing = sum(component.judges(sample) for component in scorer.components for sample in samples)
         self.lock = threading.Lock()
         self.is_finished = False
 
@@ -197,7 +210,8 @@ def components(rewards: Rewards, device: str = "auto") -> tuple[Component, ...]:
         label = unique(spec.label or spec.function.rpartition(":")[2], {c.label for c in made})
         is_here = runs_here(spec.function, function)
         args = {"device": device, **spec.args} if wants_device(spec.function) else spec.args
-        made.append(Component(label, spec.function, args, spec.weight, function, None if is_here else slots))
+        slot = None if is_here else slots
+        made.append(Component(label, spec.function, args, spec.weight, function, slot, spec.sources))
         slots += not is_here
     return tuple(made)
 

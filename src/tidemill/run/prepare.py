@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tidemill.check import precheck, rules
+from tidemill.data.mix import with_own_rewards
 from tidemill.errors import ConfigError
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config
@@ -37,7 +38,7 @@ def prepare(loaded: recipes.LoadedRecipe) -> Prepared:
     from tidemill.run.own import fitted
 
     notes: list[str] = []
-    config = anchored(loaded.config)
+    config = anchored(with_own_rewards(loaded.config))
     config = _from_run(config, notes.append)
     if config.data.fit:
         config = fitted(config, loaded.sources, notes.append)
@@ -69,7 +70,7 @@ def anchored(config: Config) -> Config:
     """Return the config with absolute paths: a run works from any folder."""
     from tidemill.data.generators import is_generator
 
-    data = {
+    data: dict[str, Any] = {
         key: _absolute(value)
         for key in ("source", "eval_source")
         if (value := getattr(config.data, key)) is not None and not is_generator(value)
@@ -79,6 +80,12 @@ def anchored(config: Config) -> Config:
         for key in ("source", "eval_source")
         if (value := getattr(config.data, key)) is not None and is_generator(value)
     }
+    data["sources"] = tuple(
+        entry.model_copy(
+            update={"source": _function(entry.source) if is_generator(entry.source) else _absolute(entry.source)}
+        )
+        for entry in config.data.sources
+    )
     model = {
         key: _absolute(value) for key in ("path", "warm_start") if (value := getattr(config.model, key)) is not None
     }
@@ -151,7 +158,7 @@ def _with_steps(config: Config, rows: int | None) -> Config:
         return config
     if rows is None:
         raise ConfigError(
-            f"train.epochs is {epochs:g}, but data.source={config.data.source} is endless, so it has no epochs",
+            f"train.epochs is {epochs:g}, but data.source={config.data.called} is endless, so it has no epochs",
             "set train.steps instead, and train.epochs=none",
         )
     steps = max(1, math.ceil(epochs * rows / config.train.prompts_per_step))

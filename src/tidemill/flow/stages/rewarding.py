@@ -16,7 +16,7 @@ from tidemill.errors import RewardError
 from tidemill.flow.stages.rolling import FINISH
 from tidemill.flow.stages.stage import committed
 from tidemill.flow.tally import Tally
-from tidemill.reward.api import Sample, Scored
+from tidemill.reward.api import FROM, Sample, Scored
 from tidemill.reward.score import Scorer
 from tidemill.reward.verifiers.text import repetition
 from tidemill.tiles import images, of_batch
@@ -151,7 +151,10 @@ def reward_counts(samples: list[Sample], scored: list[Scored], dropped: set[int]
     sums, means = [], []
     for sample, result in zip(samples, scored):
         averaged = {"reward": result.value, "accuracy": float(result.correct), "repetition": -repetition(sample)}
+        if source := sample.meta.get(FROM):
+            averaged |= {f"source/{source}/{name}": averaged[name] for name in ("reward", "accuracy")}
         means.append(averaged | {f"reward/{part}": value for part, value in result.parts.items()})
         is_counted = {"reward_errors": result.error is not None, "dropped_samples": sample.id in dropped}
+        is_counted |= {f"source/{source}/samples": True} if source else {}
         sums.append({name: 1.0 for name, is_so in is_counted.items() if is_so})
     return Counts.of_rows(sums, means)

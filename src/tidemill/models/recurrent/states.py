@@ -76,6 +76,16 @@ class States:
         known = self.layer.known
         return bool(known) if state_idx is None else state_idx in known
 
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Asked before a convolution's state is changed in place, which nothing here may be."""
+        return True
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.now.get((CONV, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.now.get((RECURRENT, state_idx))
+
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **how: Any) -> Tensor:
         return self.layer.update_conv_state(conv_states, state_idx, **how)
 
