@@ -67,7 +67,8 @@ class NativeEngine:
     accelerator. All three are for comparison. `batch_invariant` (a CPU in float32) makes a token's numbers depend on
     its own sample alone, bit for bit, and equal to those of a learner in the same mode; it is slower. `speculate`
     drafts tokens by lookup ("auto": with the compiled kernels, where it is expected to pay; "on": in graphs too).
-    `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head. `links` are
+    `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head; `weights`
+    int8 or fp8 multiplies in 8 bits, by weights that each `load` makes again. `links` are
     those of a rank that holds its share of the model alone, to the ranks that have the others (`ranks.replicas`).
     `keeps_features`: new weights do not change how images look, because the tower is frozen."""
 
