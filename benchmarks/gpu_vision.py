@@ -115,7 +115,7 @@ def batch_of(done: list[Any], each: int) -> Any:
             "mask": Column.jagged([np.ones(len(c.tokens)) for c in done], np.uint8),
             "logprobs": Column.jagged([c.logprobs for c in done], np.float32),
             "advantages": rng.normal(size=len(done)).astype(np.float32),
-            **{name: column.gather(rows) for name, column in shown.items()},
+            **{name: column.grouped(rows) for name, column in shown.items()},
         }
     )
 
@@ -162,7 +162,7 @@ def main() -> None:
         config = settings(16384, groups, each, lengths)
         config = config.model_copy(update={"data": config.data.model_copy(update={"images": None})})
         part = batch.gather(np.arange(min(len(done), 4 * each)))
-        figures = time_update(model, config, batch, [part, part])
+        figures = time_update(model, config, batch, [part, batch])
         report("learn", figures, work_of(model, groups, each, *lengths, side))
         whole = spent + figures["step_s"]
         tokens = batch.rows * sum(lengths) / whole

@@ -1,4 +1,4 @@
-"""Curves of scaling by the model of time: one recipe on 8 to 3,072 devices, the best layouts, what limits them.
+"""Curves of scaling by the model of time: one recipe on 8 to 3,072 devices, the best layout, and what limits it.
 
     python benchmarks/plan_scaling.py --out docs/pictures/scaling.png     # the picture, and the table on the terminal
 
@@ -21,20 +21,17 @@ if TYPE_CHECKING:
 
 MODELS = ("qwen2.5-7b", "qwen2.5-32b", "qwen3-235b-a22b")
 DEVICES = (8, 64, 512, 3072)
-EACH, PROMPT, RESPONSE, LONGEST = 16, 256, 2000, 8192
-PROMPTS = 512  # of a step that stays as large as it is
-PROMPTS_PER_DEVICE = 2  # of a step that grows with the cluster
+PROMPTS, EACH, PROMPT, RESPONSE, LONGEST = 512, 16, 256, 2000, 8192
 
 
 @dataclass(frozen=True)
 class Point:
     model: str
     devices: int
-    prompts: int
     best: Candidate | None  # none: no layout fits in memory
 
 
-def point(model: str, devices: int, prompts: int) -> Point:
+def point(model: str, devices: int) -> Point:
     from tidemill.plan import hardware
     from tidemill.plan.lengths import Lengths
     from tidemill.plan.search import Choices, Search
@@ -46,7 +43,7 @@ def point(model: str, devices: int, prompts: int) -> Point:
             "model": {"path": model, "dtype": "bfloat16"},
             "data": {"max_prompt_tokens": 512},
             "rollout": {"max_new_tokens": LONGEST},
-            "train": {"prompts_per_step": prompts, "samples_per_prompt": EACH},
+            "train": {"prompts_per_step": PROMPTS, "samples_per_prompt": EACH},
             "algorithm": "grpo",
             "flow": {"schedule": "async", "max_staleness": 1},
             "cluster": {"executor": "ray"},
@@ -57,7 +54,7 @@ def point(model: str, devices: int, prompts: int) -> Point:
         TimeModel(config, hardware.cluster_of("H200", devices // 8)), Lengths(PROMPT, RESPONSE, LONGEST), choices
     )
     best = search.run(keep=1).best
-    made = Point(model, devices, prompts, best[0] if best else None)
+    made = Point(model, devices, best[0] if best else None)
     print(table([made]).splitlines()[-1], file=sys.stderr, flush=True)
     return made
 
@@ -67,13 +64,13 @@ def table(points: list[Point]) -> str:
         "| model | devices | s a step | tokens/s | of linear | learners + engines | limited by |",
         "|---|---|---|---|---|---|---|",
     ]
-    first: dict[str, Candidate] = {}
+    first: dict[str, float] = {}  # tokens/s and device of a model's smallest cluster
     for p in points:
         if p.best is None:
             rows.append(f"| {p.model} | {p.devices:,} | no layout fits | | | | memory |")
             continue
-        base = first.setdefault(p.model, p.best)
-        share = p.best.step.tokens_per_s / p.best.step.devices / (base.step.tokens_per_s / base.step.devices)
+        each = p.best.step.tokens_per_s / p.devices
+        share = each / first.setdefault(p.model, each)
         config, step = p.best.config, p.best.step
         layout = f"{config.learn.parallel.ranks} + {config.cluster.rollouts} × {config.rollout.tp}"
         rows.append(
@@ -83,29 +80,27 @@ def table(points: list[Point]) -> str:
     return "\n".join(rows)
 
 
-def draw(fixed: list[Point], growing: list[Point], out: Path) -> None:
+def draw(points: list[Point], out: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    both = figure.subplots(1, 2, sharey=True)
-    titles = (f"{PROMPTS} prompts × {EACH} a step", f"{PROMPTS_PER_DEVICE} prompts × {EACH} a step and device")
-    for axes, points, title in zip(both, (fixed, growing), titles, strict=True):
-        for model in dict.fromkeys(p.model for p in points):
-            own = [(p.devices, p.best.step) for p in points if p.model == model and p.best is not None]
-            x, y = [n for n, _ in own], [step.tokens_per_s for _, step in own]
-            (line,) = axes.plot(x, y, "o-", label=model)
-            axes.plot(x, [y[0] / x[0] * n for n in x], ":", color=line.get_color(), linewidth=1)
-            for n, step in own:
-                near = {"textcoords": "offset points", "xytext": (3, -9), "fontsize": 6}
-                axes.annotate(step.limit, (n, step.tokens_per_s), **near)  # type: ignore[arg-type]
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(list(DEVICES), [f"{n:,}" for n in DEVICES])
-        axes.set_xlabel("H200 devices (dotted: linear)")
-        axes.set_title(f"{title}, responses of {RESPONSE:,} tokens", fontsize=10)
-        axes.grid(alpha=0.3)
-    both[0].set_ylabel("tokens/s, predicted")
-    both[0].legend()
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for model in dict.fromkeys(p.model for p in points):
+        own = [(p.devices, p.best.step) for p in points if p.model == model and p.best is not None]
+        x, y = [n for n, _ in own], [step.tokens_per_s for _, step in own]
+        (line,) = axes.plot(x, y, "o-", label=model)
+        axes.plot(x, [y[0] / x[0] * n for n in x], ":", color=line.get_color(), linewidth=1)
+        for n, step in own:
+            axes.annotate(step.limit, (n, step.tokens_per_s), textcoords="offset points", xytext=(4, -10), fontsize=6)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(DEVICES), [f"{n:,}" for n in DEVICES])
+    axes.set_xlim(right=DEVICES[-1] * 4)
+    axes.set_xlabel("H200 devices (dotted: linear)")
+    axes.set_ylabel("tokens/s, predicted")
+    axes.set_title(f"{PROMPTS} prompts × {EACH} a step, responses of {RESPONSE:,} tokens, async", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend()
     figure.savefig(out, dpi=120)
 
 
@@ -113,12 +108,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, help="the picture to write")
     asked = options.parse_args()
-    fixed = [point(model, n, PROMPTS) for model in MODELS for n in DEVICES]
-    growing = [point(model, n, PROMPTS_PER_DEVICE * n) for model in MODELS for n in DEVICES]
-    print(f"{PROMPTS} prompts × {EACH} a step:\n\n{table(fixed)}\n")
-    print(f"{PROMPTS_PER_DEVICE} prompts × {EACH} a step and device:\n\n{table(growing)}")
+    points = [point(model, n) for model in MODELS for n in DEVICES]
+    print(table(points))
     if asked.out is not None:
-        draw(fixed, growing, asked.out)
+        draw(points, asked.out)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ ID = "id"  # int64, unique per sample, made by the producer
 GROUP = "group"  # int64, shared by the samples of one prompt
 VERSION = "version"  # int32, weight version of the sample's oldest token
 LENGTH = "length"  # int32, tokens of the sample (prompt and response)
+LONG_ROW = 256  # values, from which on rows are copied one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ class Column:
         lengths = self.lengths[rows]
         offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
+        if offsets[-1] >= LONG_ROW * len(rows):  # whole rows at once, where an index would outweigh them
+            parts = [self.values[self.offsets[row] : self.offsets[row + 1]] for row in rows.tolist()]
+            return Column(np.concatenate(parts) if parts else self.values[:0], offsets, self.is_text)
         # Index of every kept value: its row's start, plus its place inside the row.
         index = np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
         return Column(self.values[index], offsets, self.is_text)

@@ -120,3 +120,22 @@ def test_a_budget_below_what_the_model_takes_is_refused() -> None:
     )
     with pytest.raises(CannotPlan, match="576"):
         view.within(100)
+
+
+@pytest.mark.parametrize("grid", [(4, 6), (2, 2), (8, 2), (12, 10)])
+@pytest.mark.parametrize("side", [3, 8])
+def test_learnt_positions_are_stretched_as_transformers_does(grid: tuple[int, int], side: int) -> None:
+    theirs = pytest.importorskip("transformers.vision_utils", reason="an older transformers")
+    if not hasattr(theirs, "get_vision_interpolation_indices_and_weights"):
+        pytest.skip("an older transformers")
+    import torch
+
+    from tidemill.models.vision.eyes.qwen import _interpolated
+
+    table = torch.randn(side * side, 5)
+    index, weight = _interpolated(grid, side, 2)
+    own, wanted = theirs.get_vision_interpolation_indices_and_weights(
+        torch.tensor([[1, *grid]]), num_grid_per_side=side, mode="bilinear", align_corners=True, spatial_merge_size=2
+    )
+    ours = (table[index] * weight[..., None]).sum(1)
+    torch.testing.assert_close(ours, (table[own] * wanted[..., None]).sum(1), rtol=1e-5, atol=1e-5)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.commands import Request
 from tidemill.cluster.report import UNORDERED, Answer, Failure, MoveReport, WorkerReady, WorkerReport
-from tidemill.errors import DockError, TidemillError
+from tidemill.errors import DockError, InterpreterError, TidemillError
 from tidemill.flow.workers import Stopped
 from tidemill.imports import WORKER
 
@@ -179,6 +179,8 @@ class Host:
             with self._placed(name):
                 done.set_result(command())
         except BaseException as error:
+            if isinstance(error, InterpreterError):  # a part of this worker is gone: it is of no more use
+                self.error = error
             done.set_exception(error)
         self._now("")
         self._say()

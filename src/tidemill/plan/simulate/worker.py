@@ -184,7 +184,8 @@ class SimulatedWorker:
             self.engine = SimulatedEngine(self, clock, world.book, world.config, world.groups_only)
         else:
             self.engine.clock.clear()
-        self.rollout = RolloutWorker(dock, self.engine, world.config, self.tally, made_columns(world.graph))
+        self.rollout = RolloutWorker(dock, self.engine, world.config, self.tally)
+        self.rollout.outputs = made_columns(world.graph)
         self.rollout.peers = world.peers
         return self.rollout
 

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from tidemill.models.attention.spans import Spans
 from tidemill.models.upload import upload
@@ -139,12 +138,23 @@ def _places(grid: Size, merge: int) -> Ints:
 
 @lru_cache(maxsize=256)
 def _interpolated(grid: Size, side: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Which of a square of learnt positions each patch takes, and how much of each."""
-    size = torch.tensor([[1, *grid]])
-    made: tuple[Tensor, Tensor] = get_vision_interpolation_indices_and_weights(
-        size, num_grid_per_side=side, mode="bilinear", align_corners=True, spatial_merge_size=merge
-    )
-    return made
+    """Which of a square of learnt positions each patch takes, and how much of each: bilinear, corners on corners,
+    patches in the order in which they are merged."""
+    rows, columns = (_taps(count, side) for count in grid)
+    order = torch.arange(grid[0] * grid[1]).view(grid[0] // merge, merge, grid[1] // merge, merge)
+    order = order.transpose(1, 2).reshape(-1)
+    row, column = order // grid[1], order % grid[1]
+    indices = rows[0][row][:, :, None] * side + columns[0][column][:, None, :]
+    weights = rows[1][row][:, :, None] * columns[1][column][:, None, :]
+    return indices.reshape(-1, 4), weights.reshape(-1, 4)
+
+
+def _taps(count: int, side: int) -> tuple[Tensor, Tensor]:
+    """Of each of `count` places along one side, the two learnt positions around it, and the share of each."""
+    at = torch.arange(count, dtype=torch.float32) * ((side - 1) / max(count - 1, 1))
+    low = at.floor()
+    share = at - low
+    return torch.stack([low.long(), (low.long() + 1).clamp(max=side - 1)], 1), torch.stack([1 - share, share], 1)
 
 
 @lru_cache(maxsize=256)
