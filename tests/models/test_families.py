@@ -10,6 +10,7 @@ from tidemill.models.recurrent import mixers
 
 MECHANISMS = {
     "qwen3_5_text": "packed, with states",  # gated delta net beside attention
+    "qwen3_5": "packed, with states",  # its config has a tower, the model that it opens has none
     "jamba": "packed, with states",  # Mamba-1, which cannot go on from a state by several tokens
     "nemotron_h": "packed, with states",  # Mamba-2, and layers that only look or only think
     "lfm2": "packed, with states",  # short convolutions

@@ -85,7 +85,8 @@ def make_tiny(shape: settings.TinyModel, dtype: torch.dtype, seed: int, device: 
 def from_config(config: Any, **how: Any) -> Any:
     """A model with fresh weights and our attention."""
     make = auto_class(config).from_config
-    return attention.plugged(config, lambda attn: make(config, attn_implementation=attn, **how))
+    towered = config if _looks(config) else None
+    return attention.plugged(towered, lambda attn: make(config, attn_implementation=attn, **how))
 
 
 def auto_class(config: Any) -> Any:
@@ -118,7 +119,7 @@ def open_folder(folder: Path, model: settings.ModelSettings, device: torch.devic
             dtype=DTYPES[model.dtype],
             trust_remote_code=model.trust_remote_code,
         )
-        module: Any = attention.plugged(config, lambda attn: make(attn_implementation=attn))
+        module: Any = attention.plugged(config if _looks(config) else None, lambda attn: make(attn_implementation=attn))
     except Exception as error:
         raise ModelError(
             f"model.path={folder}: transformers cannot open it: {_first_line(error)}",
