@@ -21,6 +21,7 @@ from tidemill.models.shape import shape_of
 from tidemill.recipe import load as recipe
 from tidemill.recipe.config import ModelSettings
 from tidemill.rollout.native.forward import lean
+from tidemill.rollout.native.ranks.grid import Grid
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 SMALL = {
@@ -133,7 +134,7 @@ def test_a_new_model_family_is_one_file(family: str, tmp_path: Path) -> None:
     shape = shape_of(model)
     assert shape is not None and shape.parameters == made.parameters
     assert lean.supports(made.model)  # its rollout has the lean forward pass
-    assert list(parallel.engine_problems(2, shape)) == []  # and engines over several ranks
+    assert list(parallel.engine_problems(Grid(tp=2), shape)) == []  # and engines over several ranks
     metrics = trained(tmp_path, f"model.tiny.architecture={family}", "algorithm.old_logprobs=recompute")
     assert metrics["gap_max"] < 1e-4  # which give the learner's log-probabilities
 

@@ -33,6 +33,10 @@ MOST_OF_HEAD = 0.05  # by which logits of one head may differ, relative
 REMEDY = "docs/models.md lists models that can be"
 
 
+class _NotFinite(ModelError):
+    """Weights that no way of computing helps."""
+
+
 def try_out(model: Any) -> None:
     """Samples in one row must give the logits that transformers itself gives of each; a model with which they do not is
     computed densely from here on, if that helps."""
@@ -41,6 +45,8 @@ def try_out(model: Any) -> None:
         with _narrowed(model.config.get_text_config()):
             _compare(model, samples)
         return
+    except _NotFinite:
+        raise
     except ModelError as error:
         if is_dense(model):
             raise
@@ -77,7 +83,7 @@ def _compare(model: Any, samples: list[Tensor]) -> None:
     except Exception as error:
         raise ModelError(f"transformers cannot run {kind}: {_first_line(error)}", REMEDY) from error
     if not all(torch.isfinite(one).all() for one in alone):
-        raise ModelError(
+        raise _NotFinite(
             f"{kind}'s weights give numbers that are not finite{_not_finite(model)}",
             "the folder's weights are broken: copy them again, or take an earlier checkpoint",
         )

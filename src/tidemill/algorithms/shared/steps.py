@@ -153,7 +153,7 @@ def with_critic(
     algorithm: Algorithm, loss: torch.Tensor, stats: Stats, tokens: TokenBatch, config: Config
 ) -> tuple[torch.Tensor, Stats]:
     """The policy's loss, and the critic's where one network has both."""
-    if tokens.values is None:
+    if tokens.values is None or not is_network(config):  # a decoder's critic has a stage of its own
         return loss, stats
     more, judged = algorithm.value_loss(tokens, config)
     return loss + more, stats | judged
