@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from tidemill.rollout.native import triton_experts
-from tidemill.rollout.native.triton_experts import Tiles
+from tidemill.rollout.native.kernels import triton_experts
+from tidemill.rollout.native.kernels.triton_experts import Tiles
 
 SHAPES = {"moe64": (2048, 768, 64, 8), "a3b": (2048, 768, 128, 8)}
 

@@ -55,8 +55,8 @@ def pages_for(lengths: list[int], page: int, kv_heads: int, dim: int, dtype: tor
 
 def check_attention() -> None:
     from tidemill.models.attention.registry import AttentionForm
-    from tidemill.rollout.native.attention import causal_attention
-    from tidemill.rollout.native.triton_kernels import TritonKernels
+    from tidemill.rollout.native.kernels.triton_decode import TritonKernels
+    from tidemill.rollout.native.pages.attention import causal_attention
 
     worst = 0.0
     for page in (16, 64):
@@ -87,7 +87,7 @@ def check_attention() -> None:
 
 def check_draw() -> None:
     from tidemill.rollout.native.draw.sampling import Draw, draw, stream_key
-    from tidemill.rollout.native.triton_kernels import TritonKernels
+    from tidemill.rollout.native.kernels.triton_decode import TritonKernels
 
     rows, vocab = 256, 151936
     torch.manual_seed(0)
@@ -109,7 +109,7 @@ def check_draw() -> None:
 
 def time_kernels() -> None:
     from tidemill.models.attention.registry import AttentionForm
-    from tidemill.rollout.native.triton_kernels import TritonKernels
+    from tidemill.rollout.native.kernels.triton_decode import TritonKernels
 
     rows, heads, kv_heads, dim, hidden, inside, vocab = 512, 12, 2, 128, 1536, 8960, 151936
     lengths = np.random.default_rng(0).integers(257, 769, rows).tolist()

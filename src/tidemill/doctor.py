@@ -15,7 +15,9 @@ from typing import Literal
 
 from tidemill import device
 from tidemill.check import parallel, precheck, rules
-from tidemill.device import hints, host, npu_settings, npu_smi
+from tidemill.device import hints, host
+from tidemill.device.ascend import settings as npu_settings
+from tidemill.device.ascend import smi as npu_smi
 from tidemill.errors import TidemillError, human
 from tidemill.estimate import handover as turns
 from tidemill.estimate import ranks_memory

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from tidemill import device
-from tidemill.device import accelerator, cuda, host, npu, npu_settings, npu_smi
+from tidemill.device import accelerator, cuda, host
 from tidemill.device.api import Device
+from tidemill.device.ascend import npu
+from tidemill.device.ascend import settings as npu_settings
+from tidemill.device.ascend import smi as npu_smi
 from tidemill.errors import ConfigError
 from tidemill.imports import WORKER
 from tidemill.plan import hardware

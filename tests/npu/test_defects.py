@@ -19,10 +19,11 @@ from tidemill.learn import gradients
 from tidemill.learn.rows import packing, tokens
 from tidemill.models import upload
 from tidemill.models.attention import packed
-from tidemill.rollout.native import inputs, paged
+from tidemill.rollout.native.batch import inputs
 from tidemill.rollout.native.draw import sampling
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.native.forward import runner
+from tidemill.rollout.native.pages import paged
 
 
 def learn(npu: torch.device, counts: Any) -> None:

@@ -88,7 +88,7 @@ def _open(kind: str, index: int) -> Device:
 
         return cuda.open(index)
     if kind == "npu":
-        from tidemill.device import npu
+        from tidemill.device.ascend import npu
 
         return npu.open(index)
     from tidemill.device import cpu

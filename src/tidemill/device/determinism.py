@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from tidemill.device import npu_settings
+from tidemill.device.ascend import settings as npu_settings
 
 
 def demand() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tidemill.device import npu_names
+from tidemill.device.ascend import names as npu_names
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.topology import describe, discover
 from tidemill.topology.tree import KINDS, Level, Topology

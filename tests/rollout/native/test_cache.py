@@ -9,8 +9,8 @@ from tests.rollout.tiny import VOCAB, roll, tiny_model
 
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.hf import HFEngine
-from tidemill.rollout.native.cache import PagePool
 from tidemill.rollout.native.engine import NativeEngine
+from tidemill.rollout.native.pages.cache import PagePool
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from torch import Tensor
 from tidemill.device.mapped import MappedMemory
 from tidemill.models.layers.eight import Rounded, rounded
 from tidemill.rollout.engine import Completion, Request, Sampling
-from tidemill.rollout.native.attention import causal_attention
 from tidemill.rollout.native.draw import device_draw
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.native.forward import graphs
 from tidemill.rollout.native.forward.fused import FusedRunner
 from tidemill.rollout.native.forward.runner import fused_form
+from tidemill.rollout.native.pages.attention import causal_attention
 from tidemill.rollout.native.speculate import MOST, ON_ACCELERATOR, Speculator
 
 HAS_DEVICE = torch.accelerator.is_available()

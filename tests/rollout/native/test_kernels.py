@@ -10,10 +10,10 @@ from tests.rollout.tiny import VOCAB, roll, tiny_model
 
 from tidemill.device import compiled as compiled_sources
 from tidemill.rollout.engine import Request, Sampling
-from tidemill.rollout.native import kernels
 from tidemill.rollout.native.draw.sampling import Draw, draw, stream_key, uniform, uniform_array
 from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.native.forward import lean
+from tidemill.rollout.native.kernels import compiled as kernels
 
 compiled = pytest.mark.skipif(kernels.load() is None, reason="no C compiler here")
 

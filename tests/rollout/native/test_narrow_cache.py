@@ -13,9 +13,9 @@ from tidemill.errors import ConfigError
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.hf import _plain
 from tidemill.rollout.mismatch import measure
-from tidemill.rollout.native import kernels
-from tidemill.rollout.native.cache import PageStore, narrow
 from tidemill.rollout.native.engine import NativeEngine
+from tidemill.rollout.native.kernels import compiled as kernels
+from tidemill.rollout.native.pages.cache import PageStore, narrow
 
 compiled = pytest.mark.skipif(kernels.load() is None, reason="no C compiler here")
 

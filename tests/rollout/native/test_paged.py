@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tidemill.models.attention.registry import AttentionForm
 from tidemill.rollout.engine import Request, Sampling
-from tidemill.rollout.native import gathered, paged
-from tidemill.rollout.native.attention import causal_attention
-from tidemill.rollout.native.cache import TokenStore
 from tidemill.rollout.native.engine import NativeEngine
+from tidemill.rollout.native.pages import gathered, paged
+from tidemill.rollout.native.pages.attention import causal_attention
+from tidemill.rollout.native.pages.cache import TokenStore
 
 
 def plainly(

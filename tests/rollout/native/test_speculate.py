@@ -11,8 +11,8 @@ from tests.rollout.tiny import VOCAB, roll, tiny_model
 
 from tidemill.errors import ConfigError
 from tidemill.rollout.engine import Completion, Request, Sampling
-from tidemill.rollout.native import kernels
 from tidemill.rollout.native.engine import NativeEngine
+from tidemill.rollout.native.kernels import compiled as kernels
 from tidemill.rollout.native.speculate import MOST, Drafts, Speculator
 
 pytestmark = pytest.mark.skipif(kernels.load() is None, reason="drafts are decoded by the compiled kernels")

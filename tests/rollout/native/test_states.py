@@ -11,9 +11,9 @@ from tests.rollout.tiny import roll
 
 from tidemill.errors import ConfigError, ModelError
 from tidemill.rollout.engine import Completion, Request, Sampling
-from tidemill.rollout.native.cache import PagePool
+from tidemill.rollout.native.batch.prefixes import StatePrefixes
 from tidemill.rollout.native.engine import NativeEngine
-from tidemill.rollout.native.prefixes import StatePrefixes
+from tidemill.rollout.native.pages.cache import PagePool
 from tidemill.rollout.native.trial import try_rollout
 
 GREEDY = Sampling(temperature=0, max_tokens=12, ignore_eos=True)

@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 
 from tidemill.models.attention.registry import AttentionForm  # noqa: E402
 from tidemill.models.layers.eight import FP8, encode  # noqa: E402
-from tidemill.rollout.native import triton_experts, triton_latent  # noqa: E402
-from tidemill.rollout.native.attention import causal_attention  # noqa: E402
 from tidemill.rollout.native.draw.sampling import Draw, draw, stream_key  # noqa: E402
-from tidemill.rollout.native.triton_kernels import TritonKernels  # noqa: E402
+from tidemill.rollout.native.kernels import triton_experts, triton_latent  # noqa: E402
+from tidemill.rollout.native.kernels.triton_decode import TritonKernels  # noqa: E402
+from tidemill.rollout.native.pages.attention import causal_attention  # noqa: E402
 
 DEVICE = torch.accelerator.current_accelerator() if HAS_DEVICE else torch.device("cpu")
 KERNELS = TritonKernels()
@@ -218,7 +218,7 @@ def test_truncated_draw_keeps_equals_together_and_takes_bad_logits(monkeypatch: 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_attention_over_narrow_pages(kind: str, splits: int) -> None:
     """Against exact attention over what the narrow pages hold; the new token is written as `cache.narrow` does."""
-    from tidemill.rollout.native.cache import PageStore, narrow
+    from tidemill.rollout.native.pages.cache import PageStore, narrow
 
     if kind == "fp8" and not HAS_DEVICE:
         pytest.skip("the interpreter has no one-byte floats")

@@ -126,3 +126,14 @@ def _framed(record: bytes) -> bytes:
 
 def _number(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
+
+
+def next_epoch(folder: Path) -> int:
+    """Increment the epoch with every start, which distinguishes earlier leases and answers."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / "epoch"
+    epoch = int(path.read_text()) + 1 if path.exists() else 1
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(str(epoch))
+    os.replace(scratch, path)
+    return epoch

@@ -5,7 +5,6 @@ twice (its answer was lost) gets the first answer again."""
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 from bisect import insort
@@ -30,7 +29,7 @@ from tidemill.dock.local import with_waiting
 from tidemill.dock.net import keyed_messages
 from tidemill.dock.net import messages as m
 from tidemill.dock.net.answers import granted, ints, of_rows, progress_reply, refusal
-from tidemill.dock.net.journal import Journal
+from tidemill.dock.net.journal import Journal, next_epoch
 from tidemill.dock.net.wire import OWNER_BYTES, SEQ
 from tidemill.dock.net.wire_server import WireServer
 from tidemill.dock.setup import DockSetup
@@ -65,7 +64,7 @@ class LedgerServer:
     def __init__(self, setup: DockSetup, folder: Path, token: str, listeners: Sequence[socket.socket]) -> None:
         self._setup = setup
         self._journal = Journal(folder)
-        self.epoch = _next_epoch(folder)
+        self.epoch = next_epoch(folder)
         self._ledger = setup.ledger(self.epoch)
         self._catalog = Catalog(setup.replicas)
         self._keyed = KeyedSteps(setup.keyed.table(self._ledger.chunks, folder.parent), self._catalog)
@@ -440,14 +439,3 @@ class LedgerServer:
         self._ledger.effects, self._catalog.effects, self._keyed.table.effects = [], [], []
         self._keyed.table.keep_all(time.monotonic())
         self._journal.open()
-
-
-def _next_epoch(folder: Path) -> int:
-    """Increment the epoch with every start, which distinguishes earlier leases and answers."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / "epoch"
-    epoch = int(path.read_text()) + 1 if path.exists() else 1
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(str(epoch))
-    os.replace(scratch, path)
-    return epoch

@@ -19,7 +19,8 @@ from torch.nn import Parameter
 
 from tidemill.algorithms.api import Algorithm
 from tidemill.batch import Batch
-from tidemill.device import host, npu_settings
+from tidemill.device import host
+from tidemill.device.ascend import settings as npu_settings
 from tidemill.errors import ConfigError, ModelError
 from tidemill.interpreter import find_python
 from tidemill.learn.checkpoint.stored import StoredSource

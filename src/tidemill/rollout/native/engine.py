@@ -16,45 +16,33 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.device import has_triton, mapped
-from tidemill.errors import ConfigError
-from tidemill.models.attention.registry import is_dense
 from tidemill.models.mixture import routing
 from tidemill.models.recurrent import mixers
 from tidemill.models.vision.eyes import eyes
 from tidemill.rollout.engine import Completion, Finish, Grammar, OnTokens, Partial, Request, load_part, run_callbacks
-from tidemill.rollout.native import paged, passes, resuming
+from tidemill.rollout.native import passes, resuming
 from tidemill.rollout.native.ahead import launch
-from tidemill.rollout.native.cache import PagePool, PageStore, TokenStore
+from tidemill.rollout.native.batch.rows import RunningRows
+from tidemill.rollout.native.batch.scheduler import Scheduler
+from tidemill.rollout.native.batch.sequences import Kept, Reading, Sequence, Trunk
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.drawing import draw_rows
 from tidemill.rollout.native.draw.guides import Grammars, Guides
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.forward import runner as runners
-from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.graphs import GraphDecoder
-from tidemill.rollout.native.forward.invariant import RowwiseRunner
+from tidemill.rollout.native.forward.invariant import rowwise_runner
 from tidemill.rollout.native.forward.routes import RouteRecorder
-from tidemill.rollout.native.kernels import LANES, Kernels
-from tidemill.rollout.native.kernels import load as load_kernels
+from tidemill.rollout.native.kernels.compiled import kernels_for
 from tidemill.rollout.native.looking import Looking
+from tidemill.rollout.native.pages.room import make_room
+from tidemill.rollout.native.pages.states import Hand, StateStore
 from tidemill.rollout.native.pending import Fetch, Pending
 from tidemill.rollout.native.ranks import share
 from tidemill.rollout.native.ranks.links import Links
 from tidemill.rollout.native.resuming import completes_a_stop
-from tidemill.rollout.native.rows import RunningRows
-from tidemill.rollout.native.scheduler import Scheduler
-from tidemill.rollout.native.sequences import Kept, Reading, Sequence, Trunk
 from tidemill.rollout.native.speculate import When, speculator_for
-from tidemill.rollout.native.states import Hand, StateStore
 from tidemill.rollout.native.telling import Teller
-
-# Small pages waste little; larger ones let an accelerator's attention read longer runs. On an H200, 512 rows of 257-768
-# tokens take 84 us with pages of 32 (3.3 TB/s), 90 us with 64 and 97 us with 128.
-PAGE_SIZE = 16
-ACCELERATOR_PAGE_SIZE = 32
-# Prompt tokens read in one step. Larger products gain nothing on a CPU; running sequences would only wait longer.
-STEP_TOKENS = 2048
-ACCELERATOR_STEP_TOKENS = 16384
 
 
 class NativeEngine:
@@ -107,50 +95,43 @@ class NativeEngine:
         self.is_end = np.zeros(self.vocab, bool)
         self.is_end[[i for i in eos_ids if 0 <= i < self.vocab]] = True
         self.eight = runners.eight_dtype(weights, cache_dtype, self.device, batch_invariant)
-        if batch_invariant and (is_dense(model) or mixers.has_some(model)):
-            name = type(model).__name__
-            raise ConfigError(f"rollout.batch_invariant: {name} has layers that it is not known for", "set it to false")
-        is_plain_cache = cache_dtype == "auto" and not batch_invariant
-        self.library = paged.choose(model, self.device, parameter.dtype) if is_plain_cache else None
         may_fuse = kernels and not plain and links is None and self.device.type != "cpu"
         fused = runners.fused_kernels(model, self.device) if may_fuse else None
-        if fused is not None and has_triton(self.device.type):
-            self.library = None  # these kernels walk pages themselves
-        usual = PAGE_SIZE if self.device.type == "cpu" else ACCELERATOR_PAGE_SIZE
-        page_size = page_size or (usual if self.library is None else self.library.page_size)
-        pages = -(-cache_tokens // page_size) if cache_tokens else max_seqs * -(-max_len // page_size)
-        self.pool = PagePool(pages, page_size)
+        room = make_room(
+            model,
+            parameter.dtype,
+            self.device,
+            max_seqs=max_seqs,
+            max_len=max_len,
+            page_size=page_size,
+            cache_tokens=cache_tokens,
+            cache_dtype=cache_dtype,
+            batch_invariant=batch_invariant,
+            walks_pages=fused is not None and has_triton(self.device.type),
+        )
+        self.pool, self.store, self.library = room.pool, room.store, room.library
         self.batch_invariant = batch_invariant
-        make_store = TokenStore if batch_invariant or self.library is not None else PageStore
-        kind = None if cache_dtype == "auto" else cache_dtype
-        # One page more than can be given out: captured decoding writes its padding there.
-        self.store = make_store(pages + 1, page_size, self.device, kind)
         has_none = links is not None and routing.of(model) is None  # of this stage's layers
         self.routes = RouteRecorder(model, self.store) if record_routes and not has_none else None
         self.eyes = eyes.of(model)
         self.looking = Looking(self.eyes, self.device, keeps_features)
-        self.limits = RequestLimits(self.vocab, max_len, pages * page_size, tokenizer is not None, self.eyes)
-        step_tokens = step_tokens or (STEP_TOKENS if self.device.type == "cpu" else ACCELERATOR_STEP_TOKENS)
+        self.limits = RequestLimits(
+            self.vocab, max_len, self.pool.pages * self.pool.page_size, tokenizer is not None, self.eyes
+        )
         self.states = StateStore(max_seqs, self.device) if mixers.has_some(model) else None
-        step_tokens = max(step_tokens, max_seqs + page_size)
+        step_tokens = max(step_tokens or room.step_tokens, max_seqs + self.pool.page_size)
         self.scheduler = Scheduler(
             self.pool, max_seqs, max_len, step_tokens, self.eyes, has_states=self.states is not None
         )
         self.rows = RunningRows(self.scheduler, self.device)
-        self.kernels = self._kernels(parameter) if kernels and not batch_invariant else None
+        self.kernels = kernels_for(parameter, self.store) if kernels and not batch_invariant else None
         self.runner: runners.Runner = (
-            RowwiseRunner(model)
+            rowwise_runner(model)
             if batch_invariant
             else runners.make_runner(model, max_len, self.kernels, plain, fused, links, self.eight)
         )
-        # Inference mode saves bookkeeping, but a foreign module may keep a tensor it makes.
-        takes_foreign = isinstance(self.runner, runners.PlainRunner | DenseRunner)
-        self._no_grad = torch.no_grad if takes_foreign else torch.inference_mode
-        self.decoder = self._graph_decoder(graphs)
-        if self.decoder is not None:
-            self.store.memory = mapped.open(self.device)
-            if self.states is not None:
-                self.states.memory = self.store.memory
+        self._no_grad = runners.no_grad_for(self.runner)
+        self.decoder = self._graph_decoder() if graphs else None
         self.speculator = speculator_for(
             speculate, self.scheduler, self.decoder is not None, self.kernels is not None, self.states is not None
         )
@@ -160,16 +141,13 @@ class NativeEngine:
         self.inflight: list[Pending] = []
         self._refused: list[Completion] = []
 
-    def _kernels(self, parameter: Tensor) -> Kernels | None:
-        is_host_float = parameter.device.type == "cpu" and parameter.dtype == torch.float32
-        works = is_host_float and self.pool.page_size % LANES == 0 and self.store.kind != "fp8"
-        return load_kernels() if works else None
-
-    def _graph_decoder(self, wanted: bool) -> GraphDecoder | None:
-        is_capturable = self.device.type != "cpu" and hasattr(self.runner, "device_kernels")
-        return self._graph_decoder_of(cast(runners.CapturableRunner, self.runner)) if wanted and is_capturable else None
-
-    def _graph_decoder_of(self, runner: runners.CapturableRunner) -> GraphDecoder:
+    def _graph_decoder(self) -> GraphDecoder | None:
+        if self.device.type == "cpu" or not hasattr(self.runner, "device_kernels"):
+            return None
+        self.store.memory = mapped.open(self.device)
+        if self.states is not None:
+            self.states.memory = self.store.memory
+        runner = cast(runners.CapturableRunner, self.runner)
         return GraphDecoder(
             runner, self.store, self.scheduler.slots, self.vocab, self.routes, self.library, self.states
         )
@@ -395,16 +373,7 @@ class NativeEngine:
         self.drain()
         if self.speculator is not None:
             self.speculator.forget()
-        scheduler = self.scheduler
-        partials: list[Partial] = []
-        for sequence in sorted(scheduler.running(), key=lambda s: int(scheduler.slots.arrival[s.slot])):
-            cached = int(scheduler.slots.length[sequence.slot])
-            hand = self._hand(sequence)
-            cache = scheduler.keep(sequence, hand) if keep_cache else None
-            scheduler.slots.save(sequence)
-            scheduler.leave(sequence, remember=None if keep_cache else sequence.identity()[:cached], hand=hand)
-            partials.append(sequence.as_partial(cache))
-        partials += [sequence.as_partial() for sequence in scheduler.remove(None)]
+        partials = list(resuming.taken_out(self.scheduler, self._hand, keep_cache))
         self._scrub_abandoned()
         return partials
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tidemill.models.upload import upload
 from tidemill.models.vision.eyes.eyes import Eyes, Features, Seen, TilePixels
-from tidemill.rollout.native.sequences import Reading
+from tidemill.rollout.native.batch.sequences import Reading
 from tidemill.tiles import Tile
 
 KEPT_BYTES, ACCELERATOR_KEPT_BYTES = 1 << 28, 1 << 31

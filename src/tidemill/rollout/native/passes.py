@@ -8,12 +8,12 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.models.attention.registry import Context
-from tidemill.rollout.native.attention import Paged
-from tidemill.rollout.native.cache import TokenStore
+from tidemill.rollout.native.batch.inputs import Inputs, inputs_of
+from tidemill.rollout.native.batch.sequences import Reading
 from tidemill.rollout.native.forward.invariant import RowwisePaged
-from tidemill.rollout.native.inputs import Inputs, inputs_of
-from tidemill.rollout.native.sequences import Reading
-from tidemill.rollout.native.states import PassStates, Stretch
+from tidemill.rollout.native.pages.attention import Paged
+from tidemill.rollout.native.pages.cache import TokenStore
+from tidemill.rollout.native.pages.states import PassStates, Stretch
 
 if TYPE_CHECKING:
     from tidemill.rollout.native.engine import NativeEngine

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tidemill.rollout.engine import Completion, Partial, token_limit
+from tidemill.rollout.native.batch.scheduler import Scheduler
+from tidemill.rollout.native.batch.sequences import Sequence, Trunk
 from tidemill.rollout.native.check import RequestLimits, find_problem
-from tidemill.rollout.native.scheduler import Scheduler
-from tidemill.rollout.native.sequences import Sequence, Trunk
+from tidemill.rollout.native.pages.states import Hand
 from tidemill.rollout.stops import ends_by_string
+
+
+def taken_out(scheduler: Scheduler, hand_of: Callable[[Sequence], Hand], keep_cache: bool) -> Iterator[Partial]:
+    """Every unfinished sample, in the order of arrival, with what it keeps of the cache."""
+    for sequence in sorted(scheduler.running(), key=lambda s: int(scheduler.slots.arrival[s.slot])):
+        cached = int(scheduler.slots.length[sequence.slot])
+        hand = hand_of(sequence)
+        cache = scheduler.keep(sequence, hand) if keep_cache else None
+        scheduler.slots.save(sequence)
+        scheduler.leave(sequence, remember=None if keep_cache else sequence.identity()[:cached], hand=hand)
+        yield sequence.as_partial(cache)
+    yield from (sequence.as_partial() for sequence in scheduler.remove(None))
 
 
 def taken_up(

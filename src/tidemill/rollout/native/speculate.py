@@ -16,10 +16,10 @@ import numpy as np
 from tidemill.batch import Array
 from tidemill.errors import ConfigError
 from tidemill.rollout.engine import Request
+from tidemill.rollout.native.batch.scheduler import Scheduler
+from tidemill.rollout.native.batch.sequences import Sequence
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.pending import Pending
-from tidemill.rollout.native.scheduler import Scheduler
-from tidemill.rollout.native.sequences import Sequence
 
 When = Literal["auto", "on", "off"]
 

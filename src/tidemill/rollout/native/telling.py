@@ -6,8 +6,8 @@ import numpy as np
 
 from tidemill.batch import Array
 from tidemill.rollout.engine import Fresh, OnTokens
-from tidemill.rollout.native.scheduler import Scheduler
-from tidemill.rollout.native.sequences import Sequence
+from tidemill.rollout.native.batch.scheduler import Scheduler
+from tidemill.rollout.native.batch.sequences import Sequence
 
 
 class Teller:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.models.upload import upload
+from tidemill.rollout.native.batch.scheduler import Scheduler
 from tidemill.rollout.native.draw.guides import Guides
 from tidemill.rollout.native.draw.sampling import Draw, Drawn, draw, steer, uniform_array
 from tidemill.rollout.native.forward.invariant import draw_rowwise
-from tidemill.rollout.native.kernels import Kernels
-from tidemill.rollout.native.scheduler import Scheduler
+from tidemill.rollout.native.kernels.compiled import Kernels
 
 
 def draw_rows(

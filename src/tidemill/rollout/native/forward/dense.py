@@ -24,8 +24,8 @@ from tidemill.models.calling import parameters_of
 from tidemill.models.modes import at_rest
 from tidemill.models.parts import decoder_of
 from tidemill.models.vision.eyes.eyes import Seen
-from tidemill.rollout.native.attention import Paged, unpage
-from tidemill.rollout.native.cache import PageStore
+from tidemill.rollout.native.pages.attention import Paged, unpage
+from tidemill.rollout.native.pages.cache import PageStore
 
 INDEXES = 1 << 20  # of an indexer's keys, beyond every layer's own number
 

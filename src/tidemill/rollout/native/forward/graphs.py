@@ -21,18 +21,18 @@ from tidemill.models.recurrent.chunked import layer
 from tidemill.models.recurrent.mixers import Call
 from tidemill.models.upload import upload
 from tidemill.models.vision.eyes import eyes
-from tidemill.rollout.native import paged
-from tidemill.rollout.native.cache import PageStore
+from tidemill.rollout.native.batch.sequences import Sequence as Tenant
 from tidemill.rollout.native.check import MOST_TOPS
 from tidemill.rollout.native.draw.sampling import Drawn, likeliest
 from tidemill.rollout.native.draw.steering import Steering
 from tidemill.rollout.native.forward.fused import FusedKernels, WalkingKernels
 from tidemill.rollout.native.forward.routes import RouteRecorder
 from tidemill.rollout.native.forward.runner import CapturableRunner
-from tidemill.rollout.native.paged import PagedAttention, Queries
+from tidemill.rollout.native.pages import paged
+from tidemill.rollout.native.pages.cache import PageStore
+from tidemill.rollout.native.pages.paged import PagedAttention, Queries
+from tidemill.rollout.native.pages.states import StateStore
 from tidemill.rollout.native.pending import Fetch, Made
-from tidemill.rollout.native.sequences import Sequence as Tenant
-from tidemill.rollout.native.states import StateStore
 
 # A batch is padded to the next of these; padding rows decode a dummy token into a page of their own.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from tidemill.models.attention.registry import AttentionForm, Context
+from tidemill.errors import ConfigError
+from tidemill.models.attention.registry import AttentionForm, Context, is_dense
 from tidemill.models.layers import rowwise
+from tidemill.models.recurrent import mixers
 from tidemill.models.vision.eyes.eyes import Seen
-from tidemill.rollout.native.attention import DecodeRows, PageChunk
-from tidemill.rollout.native.cache import TokenStore
 from tidemill.rollout.native.draw.sampling import Draw, Drawn, draw
 from tidemill.rollout.native.forward.runner import PlainRunner
+from tidemill.rollout.native.pages.attention import DecodeRows, PageChunk
+from tidemill.rollout.native.pages.cache import TokenStore
 
 
 class RowwiseRunner(PlainRunner):
@@ -25,6 +28,13 @@ class RowwiseRunner(PlainRunner):
     ) -> Tensor:
         with rowwise.mode(True, ids.device):
             return super().forward(ids, positions, context, keep, seen)
+
+
+def rowwise_runner(model: Any) -> RowwiseRunner:
+    if is_dense(model) or mixers.has_some(model):
+        name = type(model).__name__
+        raise ConfigError(f"rollout.batch_invariant: {name} has layers that it is not known for", "set it to false")
+    return RowwiseRunner(model)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from tidemill.rollout.native.forward import lean, mixture
 from tidemill.rollout.native.forward.fused import FusedKernels, float_logits
 from tidemill.rollout.native.forward.lean import Gated, LeanRunner, Weight
 from tidemill.rollout.native.forward.mixture import Mixture
-from tidemill.rollout.native.kernels import Kernels
+from tidemill.rollout.native.kernels.compiled import Kernels
 from tidemill.rollout.native.ranks.links import Links
 
 

@@ -25,7 +25,7 @@ from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.reshard.layouts.layout import Shard
 from tidemill.rollout.native.forward import mixture
 from tidemill.rollout.native.forward.mixture import Mixture
-from tidemill.rollout.native.kernels import Kernels
+from tidemill.rollout.native.kernels.compiled import Kernels
 from tidemill.rollout.native.ranks import share
 from tidemill.rollout.native.ranks.experts import SpreadExperts, names_of
 from tidemill.rollout.native.ranks.links import Links

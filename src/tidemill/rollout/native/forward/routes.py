@@ -18,7 +18,7 @@ from tidemill.errors import ModelError
 from tidemill.models.attention.registry import Context
 from tidemill.models.mixture import routing
 from tidemill.models.upload import upload
-from tidemill.rollout.native.cache import PageStore
+from tidemill.rollout.native.pages.cache import PageStore
 
 KEY = -1  # no layer has this number
 

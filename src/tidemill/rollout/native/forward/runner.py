@@ -24,12 +24,12 @@ from tidemill.models.layers.eight import DTYPES
 from tidemill.models.modes import at_rest
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
-from tidemill.rollout.native import ascend_kernels
-from tidemill.rollout.native.ascend_kernels import AscendKernels
 from tidemill.rollout.native.forward import hybrid, latent, lean, mixture
 from tidemill.rollout.native.forward.dense import DenseRunner
 from tidemill.rollout.native.forward.fused import FusedKernels, FusedRunner
-from tidemill.rollout.native.kernels import Kernels
+from tidemill.rollout.native.kernels import ascend as ascend_kernels
+from tidemill.rollout.native.kernels.ascend import AscendKernels
+from tidemill.rollout.native.kernels.compiled import Kernels
 from tidemill.rollout.native.ranks.links import Links
 
 
@@ -77,7 +77,7 @@ def fused_kernels(model: Any, device: torch.device) -> Callable[[], FusedKernels
         return None
     has_form = lean.supports(model) or latent.supports(model)
     if has_triton(device.type) and (has_form or hybrid.supports(model)):
-        from tidemill.rollout.native.triton_kernels import TritonKernels
+        from tidemill.rollout.native.kernels.triton_decode import TritonKernels
 
         return TritonKernels
     return partial(AscendKernels, device) if has_form and ascend_kernels.works_on(device) else None
@@ -143,3 +143,8 @@ def refresh(runner: Runner) -> None:
     """Make what a runner derived from the parameters again, now that they have changed."""
     if isinstance(runner, lean.LeanRunner | FusedRunner):
         runner.refresh()
+
+
+def no_grad_for(runner: Runner) -> type[torch.no_grad] | type[torch.inference_mode]:
+    """Inference mode saves bookkeeping, but a foreign module may keep a tensor it makes."""
+    return torch.no_grad if isinstance(runner, PlainRunner | DenseRunner) else torch.inference_mode

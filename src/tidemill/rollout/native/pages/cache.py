@@ -33,6 +33,10 @@ class PagePool:
         self.used = 0
 
     @property
+    def tokens(self) -> int:
+        return self.pages * self.page_size
+
+    @property
     def available(self) -> int:
         """Free now, or free as soon as something that is only remembered is forgotten."""
         return len(self.free) + len(self.index.idle)

@@ -12,9 +12,9 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.models.upload import upload
 from tidemill.models.vision.eyes.eyes import AXES
-from tidemill.rollout.native.attention import PageChunk
-from tidemill.rollout.native.scheduler import Scheduler
-from tidemill.rollout.native.sequences import Reading
+from tidemill.rollout.native.batch.scheduler import Scheduler
+from tidemill.rollout.native.batch.sequences import Reading
+from tidemill.rollout.native.pages.attention import PageChunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from tidemill.device import npu_settings, npu_smi
 from tidemill.device.accelerator import Accelerator
 from tidemill.device.api import Peak
+from tidemill.device.ascend import settings as npu_settings
+from tidemill.device.ascend import smi as npu_smi
 from tidemill.errors import ConfigError
 
 T = 1e12

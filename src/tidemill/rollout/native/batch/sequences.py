@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, Top
+from tidemill.rollout.native.pages.states import Hand
 from tidemill.rollout.native.scene import Scene
-from tidemill.rollout.native.states import Hand
 
 
 @dataclass(slots=True, eq=False)

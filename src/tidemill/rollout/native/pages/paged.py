@@ -25,8 +25,8 @@ from torch import Tensor
 
 from tidemill.device import vendor
 from tidemill.models.attention.registry import AttentionForm
-from tidemill.rollout.native import gathered
-from tidemill.rollout.native.cache import PageStore
+from tidemill.rollout.native.pages import gathered
+from tidemill.rollout.native.pages.cache import PageStore
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 

@@ -12,8 +12,8 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from tidemill.batch import Array
-from tidemill.rollout.native.cache import PagePool
-from tidemill.rollout.native.states import Hand
+from tidemill.rollout.native.pages.cache import PagePool
+from tidemill.rollout.native.pages.states import Hand
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.layers.eight import LEAST_SCALE, Rounded
-from tidemill.rollout.native import triton_experts, triton_latent
 from tidemill.rollout.native.draw import triton_draw
+from tidemill.rollout.native.kernels import triton_experts, triton_latent
 
 # Programs wanted before a sequence is split over several, and the most parts it is split into.
 PROGRAMS_WANTED = 4 * 132

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.models.upload import upload
-from tidemill.rollout.native.attention import Walk
-from tidemill.rollout.native.scheduler import Scheduler
+from tidemill.rollout.native.batch.scheduler import Scheduler
+from tidemill.rollout.native.pages.attention import Walk
 
 # A shared page is listed once per this many owners: wider entries waste work when groups are uneven.
 OWNERS_PER_ENTRY = 8

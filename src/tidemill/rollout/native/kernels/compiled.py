@@ -17,6 +17,7 @@ from torch import Tensor
 from tidemill.batch import Array
 from tidemill.device.compiled import ROWS_PER_THREAD, library, threads_for
 from tidemill.models.attention.registry import AttentionForm
+from tidemill.rollout.native.pages.cache import PageStore
 
 SOURCE = Path(__file__).with_name("kernels.c")
 LANES = 16
@@ -42,6 +43,12 @@ class _Draws(ctypes.Structure):
 
 
 @cache
+def kernels_for(parameter: Tensor, store: PageStore) -> Kernels | None:
+    """The kernels, where they serve weights and pages like these."""
+    is_host_float = parameter.device.type == "cpu" and parameter.dtype == torch.float32
+    return load() if is_host_float and store.page_size % LANES == 0 and store.kind != "fp8" else None
+
+
 def load() -> Kernels | None:
     """The kernels, compiled if need be (about a second, once); None where that is not possible."""
     found = library(SOURCE)

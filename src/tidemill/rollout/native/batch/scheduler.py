@@ -12,12 +12,12 @@ import numpy as np
 
 from tidemill.batch import Array
 from tidemill.models.vision.eyes.eyes import Eyes
-from tidemill.rollout.native.cache import PagePool
-from tidemill.rollout.native.prefixes import StatePrefixes
+from tidemill.rollout.native.batch.prefixes import StatePrefixes
+from tidemill.rollout.native.batch.sequences import Kept, Reading, Sequence, Trunk
+from tidemill.rollout.native.batch.slots import Slots
+from tidemill.rollout.native.pages.cache import PagePool
+from tidemill.rollout.native.pages.states import Hand
 from tidemill.rollout.native.scene import scene_of
-from tidemill.rollout.native.sequences import Kept, Reading, Sequence, Trunk
-from tidemill.rollout.native.slots import Slots
-from tidemill.rollout.native.states import Hand
 
 
 class Scheduler:

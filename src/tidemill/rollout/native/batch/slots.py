@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from tidemill.rollout.engine import token_limit
-from tidemill.rollout.native.cache import PagePool
+from tidemill.rollout.native.batch.sequences import Sequence
 from tidemill.rollout.native.draw.sampling import is_steered, is_truncated, stream_key
-from tidemill.rollout.native.sequences import Sequence
+from tidemill.rollout.native.pages.cache import PagePool
 
 OFF = 1 << 40  # a top-k that is more than any vocabulary
 

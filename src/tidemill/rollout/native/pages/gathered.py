@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tidemill.models.attention.packed import first_seen
 from tidemill.models.attention.registry import AttentionForm
-from tidemill.rollout.native.cache import PageStore
+from tidemill.rollout.native.pages.cache import PageStore
 
 GATHERED_BYTES = 64 << 20  # of keys, and as many of values, copied at once
 NOTHING = -1e30  # a score that weighs nothing, and is no infinity: a block may hold nothing that is seen

@@ -21,11 +21,11 @@ from tidemill.models.attention.packed import first_seen, seen, softmax
 from tidemill.models.attention.registry import AttentionForm
 from tidemill.models.recurrent.mixers import Call
 from tidemill.models.vision.eyes.eyes import Ahead
-from tidemill.rollout.native import paged
-from tidemill.rollout.native.cache import PageStore
-from tidemill.rollout.native.kernels import Kernels
-from tidemill.rollout.native.paged import PagedAttention, Queries
-from tidemill.rollout.native.states import PassStates
+from tidemill.rollout.native.kernels.compiled import Kernels
+from tidemill.rollout.native.pages import paged
+from tidemill.rollout.native.pages.cache import PageStore
+from tidemill.rollout.native.pages.paged import PagedAttention, Queries
+from tidemill.rollout.native.pages.states import PassStates
 
 warnings.filterwarnings("ignore", message=r"index_reduce\(\) is in beta")
 
