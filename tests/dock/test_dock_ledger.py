@@ -133,7 +133,7 @@ class LedgerLife(RuleBasedStateMachine):
         for name in NAMES:
             through = self.consumed[name] | self.ended
             for other in ("", "kept", "taken"):
-                # A row that is put after its group got another tag has a tag of its own; then the group has no tag whole.
+                # A row that is put after its group got another tag has its own; such a group has no tag whole.
                 others = {i // SIZE for i, t in tags.items() if t != other}
                 of_tag = {i // SIZE for i in tags} - others
                 whole = sorted(g for g in of_tag if through.issuperset(self.ids_of(g)))
