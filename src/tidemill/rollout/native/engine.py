@@ -147,7 +147,9 @@ class NativeEngine:
         self.store.memory = mapped.open(self.device)
         if self.states is not None:
             self.states.memory = self.store.memory
-        runner = cast(runners.CapturableRunner, self.runner)
+        return self._graph_decoder_of(cast(runners.CapturableRunner, self.runner))
+
+    def _graph_decoder_of(self, runner: runners.CapturableRunner) -> GraphDecoder:
         return GraphDecoder(
             runner, self.store, self.scheduler.slots, self.vocab, self.routes, self.library, self.states
         )

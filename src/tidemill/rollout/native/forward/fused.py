@@ -169,26 +169,31 @@ class FusedRunner:
             self._add(x, self.kernels.gate_rounded(made, self.eight), w.mlp.down)
             return
         h = self._norm(x, w.norm_mlp, None)  # routers and experts stay as they are
-        if isinstance(w.mlp, Gated):
-            self._gated(x, h, w.mlp)
-            return
-        if w.shared is not None:
-            self._gated(x, h, w.shared)
-        mix = w.mlp
-        chosen, shares = self.kernels.route(F.linear(h, mix.gate.weight), mix.bias, mix.k, mix.sums_to_one)
-        mixture.record(mix, context, chosen)
-        self.kernels.add_experts(x, h, chosen, shares, (mix.module.gate_up_proj, mix.module.down_proj))
-
-    def _gated(self, x: Tensor, h: Tensor, w: Gated) -> None:
-        made = self.kernels.gate(F.linear(h, w.gate_up))
-        if w.scale is not None:
-            made.mul_(F.linear(h, w.scale).sigmoid())
-        x.addmm_(made, w.down.t())
+        feed_forward(self.kernels, x, h, w.mlp, w.shared, context)
 
     @property
     def device_kernels(self) -> FusedKernels:
         kernels: FusedKernels = self.kernels
         return kernels
+
+
+def feed_forward(kernels: Any, x: Tensor, h: Tensor, mlp: Any, shared: Gated | None, context: Context) -> None:
+    """Add a layer's gated MLP, or its mixture and the expert that all tokens share."""
+    if isinstance(mlp, Gated):
+        _gated(kernels, x, h, mlp)
+        return
+    if shared is not None:
+        _gated(kernels, x, h, shared)
+    chosen, shares = kernels.route(F.linear(h, mlp.gate.weight), mlp.bias, mlp.k, mlp.sums_to_one)
+    mixture.record(mlp, context, chosen)
+    kernels.add_experts(x, h, chosen, shares, (mlp.module.gate_up_proj, mlp.module.down_proj))
+
+
+def _gated(kernels: Any, x: Tensor, h: Tensor, w: Gated) -> None:
+    made = kernels.gate(F.linear(h, w.gate_up))
+    if w.scale is not None:
+        made.mul_(F.linear(h, w.scale).sigmoid())
+    x.addmm_(made, w.down.t())
 
 
 def _linear(x: Any, weight: Tensor | EightWeight, bias: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from tidemill.models.recurrent.mixers import TIDE_NUMBER, call_of
 from tidemill.models.vision.eyes import eyes
 from tidemill.models.vision.eyes.eyes import Seen
 from tidemill.rollout.native.forward import mixture
-from tidemill.rollout.native.forward.fused import FusedKernels, Gated, bind_gated, float_logits, join
+from tidemill.rollout.native.forward.fused import FusedKernels, Gated, bind_gated, feed_forward, float_logits, join
 from tidemill.rollout.native.forward.mixture import Mixture
 
 FORMS = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
@@ -119,7 +119,7 @@ class HybridRunner:
                 self._attend(x, h, w.mixer, positions, context)
             else:
                 x.add_(context.recur(call_of(w.mixer, h))[0])  # type: ignore[attr-defined]
-            self._feed_forward(x, self._norm(x, w.norm_mlp), w, context)
+            feed_forward(self.kernels, x, self._norm(x, w.norm_mlp), w.mlp, w.shared, context)
         if keep is not None:
             x = x.index_select(0, keep)
         return float_logits(self._norm(x, self.norm), self.head)
@@ -138,23 +138,6 @@ class HybridRunner:
         out = context.attend(w.number, q, k, v.reshape(tokens, kv_heads, dim), AttentionForm(w.scale))
         gate = both.view(tokens, heads, 2 * dim)[..., dim:]
         x.addmm_((out * gate.sigmoid()).reshape(tokens, -1), w.out.t())
-
-    def _feed_forward(self, x: Tensor, h: Tensor, w: _Layer, context: Context) -> None:
-        if isinstance(w.mlp, Gated):
-            self._gated(x, h, w.mlp)
-            return
-        if w.shared is not None:
-            self._gated(x, h, w.shared)
-        mix = w.mlp
-        chosen, shares = self.kernels.route(F.linear(h, mix.gate.weight), mix.bias, mix.k, mix.sums_to_one)
-        mixture.record(mix, context, chosen)
-        self.kernels.add_experts(x, h, chosen, shares, (mix.module.gate_up_proj, mix.module.down_proj))
-
-    def _gated(self, x: Tensor, h: Tensor, w: Gated) -> None:
-        made = self.kernels.gate(F.linear(h, w.gate_up))
-        if w.scale is not None:
-            made.mul_(F.linear(h, w.scale).sigmoid())
-        x.addmm_(made, w.down.t())
 
     @property
     def device_kernels(self) -> FusedKernels:
