@@ -42,13 +42,13 @@ class _Draws(ctypes.Structure):
     ] + [(name, ctypes.c_int64) for name in ("rows", "vocab")]
 
 
-@cache
 def kernels_for(parameter: Tensor, store: PageStore) -> Kernels | None:
     """The kernels, where they serve weights and pages like these."""
     is_host_float = parameter.device.type == "cpu" and parameter.dtype == torch.float32
     return load() if is_host_float and store.page_size % LANES == 0 and store.kind != "fp8" else None
 
 
+@cache
 def load() -> Kernels | None:
     """The kernels, compiled if need be (about a second, once); None where that is not possible."""
     found = library(SOURCE)
