@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.check import precheck
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.flow.records import Activity
 from tidemill.observe.run_folder import RunFolder, has_steps
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
-    from tidemill.flow.records import Activity, Evaluation
+    from tidemill.flow.records import Evaluation
     from tidemill.run.loop import Moment, Summary
     from tidemill.run.watcher import Watcher
 
@@ -44,6 +45,8 @@ def begin(
     from tidemill.run.prepare import prepare
 
     loaded = recipe if isinstance(recipe, recipes.LoadedRecipe) else recipes.load(recipe, overrides)
+    if watch is not None:
+        watch.doing(Activity("checking settings and data"))
     prepared = prepare(loaded)
     if watch is not None:
         watch.prepared(prepared.config, prepared.lengths)
