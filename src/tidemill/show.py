@@ -356,6 +356,7 @@ def _response(answered: Answered, full: bool = False) -> Text:
 
 def next_steps(config: Config, folder: Path) -> RenderableType:
     table = _table("try next", "")
+    table.columns[0].no_wrap = True  # a command is copied whole
     is_judge = config.algorithm.name == "reward_model"  # a reward model gives numbers, not text
     talk = (f"tidemill generate {folder} -i", "chat with the model")
     judge = ("rewards: {functions: [{function: model, args: {path: my-model}}]}", "use it as the reward of another run")

@@ -92,9 +92,9 @@ def refuse_if_finished(folder: RunFolder) -> None:
     is_done = summary and not summary["is_stopped"] and (summary["is_early"] or done >= folder.config.train.steps)
     if is_done:
         raise NothingLeft(
-            f"{folder.path} has nothing left to do: all {done} steps are made"
+            f"{folder.path} has nothing left to do: all {done} steps are done"
             if done != 1
-            else f"{folder.path} has nothing left to do: its 1 step is made",
+            else f"{folder.path} has nothing left to do: its 1 step is done",
             f"for more steps: tidemill resume {folder.path} train.steps={2 * done}",
         )
 
@@ -123,11 +123,11 @@ def evaluate(
 
     if recipe is None and (Path(where).expanduser() / "config.json").exists():
         raise ConfigError(
-            f"{where} is a plain model folder and names no problems", "tidemill eval FOLDER --recipe RECIPE"
+            f"{where} is a plain model folder without problems of its own", "tidemill eval FOLDER --recipe RECIPE"
         )
     config = None if recipe is None else recipes.load(recipe, overrides).config
     trained = open_trained(where, raw=raw, step=step, best=best)
     if recipe is None and trained.step is None:
-        raise ConfigError(f"{where} is a plain model and names no problems", f"tidemill eval {where} --recipe RECIPE")
+        raise ConfigError(f"{where} has no problems of its own", f"tidemill eval {where} --recipe RECIPE")
     config = config or recipes.load(trained.config, overrides).config
     return evaluate_trained(trained.loaded, config, size=size or config.eval.size, samples=samples, tell=tell)
