@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from tests.test_first_hour import recipe
 from tidemill import show
-from tidemill.cli import generate
+from tidemill.cli import app, generate
+from tidemill.dock import view
+from tidemill.errors import DockError
 from tidemill.flow.records import Answered, Evaluation
+from tidemill.models.box import known
 from tidemill.observe import curve
 from tidemill.observe.run_folder import RunFolder
 from tidemill.recipe import load as recipes
@@ -131,3 +135,16 @@ def test_messages_are_plain_english(folder: str) -> None:
         if re.search(phrase, text)
     ]
     assert wrong == []
+
+
+def test_models_are_listed_whole_at_80_columns() -> None:
+    result = CliRunner().invoke(app, ["models", "list"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    for name, model in known.KNOWN.items():
+        assert name in result.output and model.about in result.output
+
+
+def test_a_run_in_one_process_has_no_dock_to_show_and_is_told_which_have(tmp_path: Path) -> None:
+    with pytest.raises(DockError, match="no dock has left its address") as error:
+        view.look(tmp_path)
+    assert "cluster.executor=processes or ray" in error.value.remedy

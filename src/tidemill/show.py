@@ -367,7 +367,7 @@ def next_steps(config: Config, folder: Path) -> RenderableType:
         (f"tidemill resume {folder} train.steps={2 * config.train.steps}", "train on"),
         (f"tidemill watch {folder}", "every metric and sample, in the browser"),
         ("tidemill recipes", "other runs; any setting changes with key=value"),
-        ("tidemill train own model.path=FOLDER data.source=FILE", "your own model on your own data"),
+        ("tidemill train own model.path=FOLDER data.source=FILE", "your own model and data"),
     ):
         table.add_row(Text(command, style="bold"), Text(why, style="dim"))
     return table
