@@ -16,6 +16,7 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import click
@@ -147,8 +148,13 @@ def parsed(line: str, where: str) -> None:
     unknown = [word for word in words if word.startswith("-") and word != "--" and word not in known]
     assert not unknown, f"{where}: {line}: {unknown}"
     settings = [word for word in words if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+=\S+", word)]
-    if group.name in ("train", "config", "plan") and words[0] in {name for name, _ in recipes.listing()}:
+    if group.name in ("train", "config", "plan") and words[0] in known_recipes():
         recipes.load(words[0], settings)
+
+
+@cache
+def known_recipes() -> set[str]:
+    return {name for name, _ in recipes.listing()}
 
 
 def test_a_block_without_a_marker_is_found(tmp_path: Path) -> None:
