@@ -385,8 +385,27 @@ def test_the_watcher_hears_what_the_run_is_doing(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("tidemill.run.interrupt.TELL_EVERY_S", 0.0)
     watch = Listen()
     launch.train(recipe(tmp_path), watch=watch)
-    assert watch.seen[0] == "loading the model"
+    assert watch.seen[:2] == ["checking settings and data", "loading the model"]
     assert {"evaluating", "rolling out", "learning"} <= set(watch.seen)
+
+
+def test_what_is_done_is_counted_anew_in_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Count(Listen):
+        step, heard = 0, list[tuple[int, Any]]()
+
+        def beginning(self, step: int) -> None:
+            self.step = step
+
+        def doing(self, activity: Any) -> None:
+            self.heard.append((self.step, activity))
+
+    monkeypatch.setattr("tidemill.run.interrupt.TELL_EVERY_S", 0.0)
+    watch = Count()
+    launch.train(recipe(tmp_path, train={"steps": 3}), watch=watch)
+    for step in (1, 2, 3):
+        rolled = [a for at, a in watch.heard if at == step and a.what == "rolling out"]
+        assert rolled and all(a.total == 16 and 0 <= a.done < 16 for a in rolled), (step, rolled)
+    assert all(a.done <= a.total for _, a in watch.heard), watch.heard
 
 
 def test_the_version_is_shown() -> None:

@@ -185,7 +185,7 @@ def test_several_errors_are_told_at_once_with_key_value_place_and_what_would_do(
     [
         ("train: [", "r.yaml:1 is not YAML"),
         ("name: a\n\tseed: 1\n", "r.yaml:2 is not YAML"),
-        ("about: one: two\n", "put a text with ': ' in it in quotes"),
+        ("about: one: two\n", "put text that contains ': ' in quotes"),
         ("- 1\n", "a recipe is a mapping"),
         ("seed: 1\nname: b\nseed: 2\n", "seed is given twice in r.yaml, on lines 1 and 3"),
         ("extends: [a, b]\n", "wants one path or recipe name"),

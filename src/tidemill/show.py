@@ -356,6 +356,7 @@ def _response(answered: Answered, full: bool = False) -> Text:
 
 def next_steps(config: Config, folder: Path) -> RenderableType:
     table = _table("try next", "")
+    table.columns[0].no_wrap = True  # a command is copied whole
     is_judge = config.algorithm.name == "reward_model"  # a reward model gives numbers, not text
     talk = (f"tidemill generate {folder} -i", "chat with the model")
     judge = ("rewards: {functions: [{function: model, args: {path: my-model}}]}", "use it as the reward of another run")
@@ -366,7 +367,7 @@ def next_steps(config: Config, folder: Path) -> RenderableType:
         (f"tidemill resume {folder} train.steps={2 * config.train.steps}", "train on"),
         (f"tidemill watch {folder}", "every metric and sample, in the browser"),
         ("tidemill recipes", "other runs; any setting changes with key=value"),
-        ("tidemill train own model.path=FOLDER data.source=FILE", "your own model on your own data"),
+        ("tidemill train own model.path=FOLDER data.source=FILE", "your own model and data"),
     ):
         table.add_row(Text(command, style="bold"), Text(why, style="dim"))
     return table

@@ -105,11 +105,17 @@ class StopInEvaluation(Watcher):
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.counted: list[tuple[int, Activity]] = []
+        self.step = 0
         self.asked_at = 0.0
+
+    def beginning(self, step: int) -> None:
+        self.step = step
 
     def doing(self, activity: Activity) -> None:
         self.seen.append(activity.what)
-        if activity.what == "evaluating" and activity.done and not self.asked_at:
+        self.counted.append((self.step, activity))
+        if activity.what == "scoring answers" and activity.done and not self.asked_at:
             self.asked_at = time.monotonic()
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -131,4 +137,32 @@ def stopped_in_evaluation(folder: Path, **over: Any) -> StopInEvaluation:
     assert watch.asked_at and time.monotonic() - watch.asked_at < 15
     assert summary.steps == 2 and summary.is_stopped and summary.after is None
     assert (folder / "small" / "checkpoints" / "step-000002").is_dir()
+    assert all(a.done <= a.total for _, a in watch.counted), watch.counted
+    assert {step for step, a in watch.counted if a.what == "rolling out"} == {1, 2}
     return watch
+
+
+def stopped_while_feeding(folder: Path, **over: Any) -> None:
+    """Stop while a worker reads rows for 40 s or more: the run must end soon, without a step."""
+    folder.mkdir(exist_ok=True)
+    (folder / "slow_task.py").write_text(  # slow in the worker that feeds alone, so that all else is quick
+        "import os, time\nfrom tidemill.data.generators import Problem\nfrom tidemill.imports import WORKER\n\n"
+        "asked = []\n\ndef slow(rng):\n    asked.append(1)\n"
+        "    time.sleep(0.2 if WORKER in os.environ and len(asked) > 100 else 0)\n"
+        "    n = rng.randint(0, 10**6)\n    return Problem(f'{n}=', str(n))\n"
+    )
+
+    class StopWhileReading(Watcher):
+        asked_at = 0.0
+
+        def doing(self, activity: Activity) -> None:
+            if activity.what == "reading data" and not self.asked_at:
+                self.asked_at = time.monotonic()
+                os.kill(os.getpid(), signal.SIGINT)
+
+    watch = StopWhileReading()
+    data = {"source": f"{folder}/slow_task.py:slow", "args": {}, "held_out": 2}
+    train_ = {"steps": 1, "prompts_per_step": 300}
+    summary = train(folder, watch, **over, data=data, train=train_, eval={"size": 0})
+    assert summary.is_stopped and summary.steps == 0
+    assert watch.asked_at and time.monotonic() - watch.asked_at < 15

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,15 @@ from tests.cluster.runs import (
     measured,
     recipe,
     stopped_in_evaluation,
+    stopped_while_feeding,
     train,
     warehouse,
     worker,
 )
 from tests.faults.test_resume import RECIPE, KillAfter, numbers
 from tidemill.errors import TidemillError
-from tidemill.flow.records import Activity
 from tidemill.run import start as launch
 from tidemill.run import trained
-from tidemill.run.watcher import Watcher
 
 pytest.importorskip("msgspec")
 
@@ -242,29 +239,9 @@ def test_whoever_makes_advantages_anew_knows_how_strongly_the_reference_holds(tm
 @pytest.mark.slow
 def test_ctrl_c_ends_an_evaluation_on_workers_and_the_watcher_hears_what_they_do(tmp_path: Path) -> None:
     watch = stopped_in_evaluation(tmp_path)
-    assert {"loading the model", "rolling out", "learning", "evaluating"} <= set(watch.seen)
+    assert {"loading the model", "rolling out", "learning", "scoring answers"} <= set(watch.seen)
 
 
 @pytest.mark.slow
 def test_ctrl_c_is_heard_while_a_worker_feeds(tmp_path: Path) -> None:
-    (tmp_path / "slow_task.py").write_text(  # slow in the worker that feeds alone, so that all else is quick
-        "import os, time\nfrom tidemill.data.generators import Problem\nfrom tidemill.imports import WORKER\n\n"
-        "asked = []\n\ndef slow(rng):\n    asked.append(1)\n"
-        "    time.sleep(0.2 if WORKER in os.environ and len(asked) > 100 else 0)\n"
-        "    n = rng.randint(0, 10**6)\n    return Problem(f'{n}=', str(n))\n"
-    )
-
-    class StopWhileReading(Watcher):
-        asked_at = 0.0
-
-        def doing(self, activity: Activity) -> None:
-            if activity.what == "reading data" and not self.asked_at:
-                self.asked_at = time.monotonic()
-                os.kill(os.getpid(), signal.SIGINT)
-
-    watch = StopWhileReading()
-    data = {"source": f"{tmp_path}/slow_task.py:slow", "args": {}, "held_out": 2}
-    train_ = {"steps": 1, "prompts_per_step": 300}
-    summary = train(tmp_path, watch, data=data, train=train_, eval={"size": 0})
-    assert summary.is_stopped and summary.steps == 0
-    assert watch.asked_at and time.monotonic() - watch.asked_at < 15
+    stopped_while_feeding(tmp_path)

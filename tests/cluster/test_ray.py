@@ -24,6 +24,7 @@ from tests.cluster.runs import (
     assert_same_learning,
     measured,
     stopped_in_evaluation,
+    stopped_while_feeding,
     train,
     worker,
 )
@@ -78,7 +79,11 @@ def test_one_node_computes_what_one_process_does(tmp_path: Path, local: list[dic
 
 def test_ctrl_c_ends_an_evaluation_on_ray_and_the_watcher_hears_what_workers_do(tmp_path: Path, cluster: Any) -> None:
     watch = stopped_in_evaluation(tmp_path, cluster=over(learners=1, rollouts=1))
-    assert {"loading the model", "rolling out", "learning", "evaluating"} <= set(watch.seen)
+    assert {"loading the model", "rolling out", "learning", "scoring answers"} <= set(watch.seen)
+
+
+def test_ctrl_c_is_heard_while_an_actor_feeds(tmp_path: Path, cluster: Any) -> None:
+    stopped_while_feeding(tmp_path, cluster=over(learners=1, rollouts=1))
 
 
 def test_colocated_actors_take_turns_with_the_memory_and_compute_the_same(

@@ -118,7 +118,7 @@ def test_status_and_stacks_show_every_worker_of_a_run(tmp_path: Path, monkeypatc
     assert len(unaided) == 4 and "train_loop" in unaided[0]  # the driver's own
     assert all("host.py" in text for text in unaided[1:])
     assert "rollout" in told[0].split("stage", 1)[1]  # a table of stages, however short the steps are
-    assert "step 4 of 4, all steps are made" in CliRunner().invoke(app, ["status", str(run)]).stdout
+    assert "step 4 of 4, all steps are done" in CliRunner().invoke(app, ["status", str(run)]).stdout
     assert "has ended, and all workers with it" in CliRunner().invoke(app, ["stacks", str(run)]).stdout
     with pytest.raises(ConfigError, match="is not running"):
         status.want_rollouts(run, 2)

@@ -117,7 +117,7 @@ def test_a_rows_tools_reach_the_template() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"conversations": [{"from": "martian", "value": "x"}]}, "has a message from 'martian'; known are system, "),
+        ({"conversations": [{"from": "martian", "value": "x"}]}, "has a message from 'martian'; it can be system, "),
         ({"conversations": [{"value": "x"}]}, "has a message without role and content"),
         ({"conversations": []}, "has an empty list of messages"),
         ({"messages": ["x"]}, "has a message without role and content"),
@@ -184,7 +184,7 @@ def test_rows_for_the_learner_carry_the_mask() -> None:
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
-    with pytest.raises(DataError, match="f:3: the chat template writes earlier turns otherwise") as caught:
+    with pytest.raises(DataError, match="f:3: the chat template renders earlier turns differently") as caught:
         teacher(FORGETFUL).encode_taught(Example(TURNS[:3], messages=TURNS, where="f:3"))
     assert "data.learn_turns=last" in caught.value.remedy
 

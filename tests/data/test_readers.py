@@ -177,7 +177,7 @@ def test_a_split_that_is_not_there_shows_the_others(tmp_path) -> None:
 
 
 def test_a_folder_without_data_and_an_unknown_ending_are_refused(tmp_path) -> None:
-    with pytest.raises(DataError, match="holds no data file"):
+    with pytest.raises(DataError, match="has no data file"):
         all_of(str(tmp_path))
     (tmp_path / "a.xlsx").write_text("x")
     with pytest.raises(DataError, match=r"\.xlsx cannot be read"):

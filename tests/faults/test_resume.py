@@ -111,7 +111,7 @@ def test_killed_at_a_step_boundary_and_in_the_last_step(
 def test_a_finished_run_says_there_is_nothing_left_to_do(tmp_path: Path) -> None:
     short = {**RECIPE, "folder": str(tmp_path), "train": {**RECIPE["train"], "steps": 1}}
     launch.train(short)
-    with pytest.raises(launch.NothingLeft, match="nothing left to do: its 1 step is made"):
+    with pytest.raises(launch.NothingLeft, match="nothing left to do: its 1 step is done"):
         launch.resume(tmp_path / "small")
 
 

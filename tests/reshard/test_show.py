@@ -93,6 +93,17 @@ def test_a_small_model_and_its_folder_are_planned_with_the_tensors_they_have(tmp
     assert found.shapes == own and (found.heads, found.kv_heads, found.tied) == (4, 2, True)
 
 
+def test_a_published_model_is_planned_before_its_folder_is_here():
+    from tidemill.estimate import weight_flow
+    from tidemill.recipe import load as recipes
+
+    config = recipes.load("full/qwen2.5-32b-h100").config
+    found = weight_flow.model_of(config.model)
+    assert found.shapes == weight_flow.published("qwen2.5-32b").shapes and found.dtype == config.model.dtype
+    with pytest.raises(ReshardError, match="not there yet"):
+        weight_flow.model_of(config.model.model_copy(update={"path": "org/nobody-knows-it"}))
+
+
 def test_experts_of_a_folder_are_stacked():
     from tidemill.estimate.weight_flow import stacked
 

@@ -76,7 +76,7 @@ def test_an_endpoint_that_is_down_is_named_and_the_recipe_decides(on_error) -> N
     rewards = Rewards(functions=[{"function": "judge", "args": args}], on_error=on_error)
     with Scorer(rewards) as scorer:
         if on_error == "fail":
-            with pytest.raises(RewardError, match=r"sample 3 \(data:1\).*not to be reached.*tried 2 times"):
+            with pytest.raises(RewardError, match=r"sample 3 \(data:1\).*cannot be reached.*tried 2 times"):
                 scorer.score([SAMPLE])
         else:
             (scored,) = scorer.score([SAMPLE])
@@ -101,7 +101,7 @@ def test_a_run_whose_judge_is_down_ends_and_says_why(on_error, tmp_path) -> None
         "eval": {"size": 0, "before": False, "after": False},
         "observe": {"tensorboard": False},
     }
-    why = r"sample \d+ \(chain:\d+\).*127.0.0.1:9.*not to be reached"
+    why = r"sample \d+ \(chain:\d+\).*127.0.0.1:9.*cannot be reached"
     whole = "" if on_error == "fail" else "every reward failed .8 of 8 samples.*"  # single failures do as told
     with pytest.raises(RewardError, match=whole + why):
         tidemill.train(recipe)

@@ -74,7 +74,7 @@ def test_the_scorer_asks_once_for_all_samples_and_adds_it_with_its_weight(run: P
 
 
 def test_a_missing_or_wrong_model_is_refused_before_the_run(run: Path, tmp_path) -> None:
-    for path, why in ((tmp_path / "none", "does not exist"), (run / "run" / "model", "is no reward model")):
+    for path, why in ((tmp_path / "none", "does not exist"), (run / "run" / "model", "is not a reward model")):
         rewards = f"rewards.functions=[{{function: model, args: {{path: {path}}}}}]"
         with pytest.raises(ConfigError, match=why):
             precheck.check(recipe.load("cpu/grpo", [rewards]).config)

@@ -123,7 +123,7 @@ def test_an_export_opens_in_transformers_and_looks_as_before(tmp_path) -> None:
 
 def test_a_model_that_reads_text_alone_is_refused_before_it_starts(tmp_path) -> None:
     text = {**SHAPE, "alphabet": ALPHABET}
-    with pytest.raises(tidemill.errors.ConfigError, match="the model reads text alone"):
+    with pytest.raises(tidemill.errors.ConfigError, match="the model reads only text"):
         tidemill.train(recipe(tmp_path, model={"tiny": text}))
     assert not list(tmp_path.glob("run/*.jsonl"))
 

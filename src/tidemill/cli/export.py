@@ -47,13 +47,13 @@ def export(
     with hub.folder_to_push(to, push) as folder:
         if adapter:
             step, is_mean = export_adapter(run, folder, raw=raw, step=step, best=best)
-            made = f"the adapters of step {step} of {run} are now"
+            made = f"the adapters of step {step} of {run} were exported"
         else:
             trained = write(run, folder, raw=raw, without_bias=without_bias, step=step, best=best, dtype=dtype)
             is_mean, size = trained.is_mean, f"{trained.loaded.parameters:,} parameters"
-            made = f"step {trained.step} of {run} ({size}) is now"
+            made = f"step {trained.step} of {run} ({size}) was exported"
         if to is not None:
-            say(f"{made} {to}{MEAN if is_mean else ''}")
+            say(f"{made} to {to}{MEAN if is_mean else ''}")
         if push is not None:
             address = hub.push(folder, push, message=f"{made} here", private=private)
-            say(f"{made} {address}{MEAN if is_mean else ''}")
+            say(f"{made} to {address}{MEAN if is_mean else ''}")

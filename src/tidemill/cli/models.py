@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tidemill.cli.frame import START, app, console, errors
+from tidemill.cli.frame import START, app, console, errors, say
 
 models = typer.Typer(help="List, fetch, import and inspect models.", no_args_is_help=True)
 app.add_typer(models, name="models", rich_help_panel=START)
@@ -21,11 +21,10 @@ def listing() -> None:
     """List the models that are available by name."""
     from tidemill.models.box import known
 
-    table = Table("name", "parameters", "license", "what", "here", box=None)
     for name, model in known.KNOWN.items():
-        size = f"{model.parameters / 1e6:.0f} million"
-        table.add_row(name, size, model.license, model.about, str(known.here(name) or "no"))
-    console.print(table)
+        size = f"{model.parameters / 1e6:.0f} million parameters"
+        say(name, "bold")
+        say(f"    {model.about}; {size}, {model.license}; {known.here(name) or 'not fetched yet'}")
     console.print("any other: org/name of the Hugging Face hub, a Hugging Face folder, or a GGUF file", style="dim")
 
 

@@ -75,7 +75,7 @@ def plan(
         return
     _show(found, question.model, question.said)
     if write is not None:
-        say(f"written: {write}; run it with tidemill train {write}")
+        say(f"the recipe was written to {write}; run it with tidemill train {write}")
 
 
 def _show(found: Found, model: TimeModel, said: str) -> None:
@@ -149,4 +149,4 @@ def tune(
     if as_json:
         print(json.dumps([t.plain() for t in tried]))
     elif write is not None:
-        say(f"written: {write}; run it with tidemill train {write}")
+        say(f"the recipe was written to {write}; run it with tidemill train {write}")

@@ -72,7 +72,7 @@ def simulate(
         off = f"{100 * again.error:+.1f} %"
         say(f"the run itself took {sum(again.measured):.3g} s; after its first steps the replay is off by {off}")
     if files:
-        say(f"written: {', '.join(file.name for file in files)} in {out}; tidemill watch {out}")
+        say(f"{', '.join(file.name for file in files)} were written to {out}; to look: tidemill watch {out}")
 
 
 def check_devices(model: TimeModel) -> None:

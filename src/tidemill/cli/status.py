@@ -42,7 +42,7 @@ def scale(
     from tidemill.cluster.driver import status as statuses
 
     statuses.want_rollouts(_folder_of(run), rollouts)
-    say(f"{run} will have {rollouts} rollout workers within seconds; `tidemill status {run}` shows them")
+    say(f"{run} will have {rollouts} rollout worker{'s' * (rollouts > 1)} soon; `tidemill status {run}` shows them")
 
 
 def _folder_of(run: Path) -> Path:

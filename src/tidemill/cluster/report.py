@@ -8,6 +8,7 @@ from typing import Any
 
 from tidemill import errors
 from tidemill.errors import TidemillError
+from tidemill.flow.records import Activity
 
 UNORDERED = -1
 
@@ -84,7 +85,7 @@ class WorkerReport:
     operation_s: float = 0.0
     failure: Failure | None = None
     first_token_s: float | None = None  # seconds since the epoch when the first token was made
-    evaluated: tuple[int, int] = (0, 0)  # answers of the evaluation under way: made, and of how many
+    evaluating: Activity | None = None  # the evaluation under way: answers made or scored, and of how many
     compiling: str = ""  # what it is compiling
     figures: dict[str, float] = field(default_factory=dict)
 

@@ -61,7 +61,7 @@ def _message(turn: Any) -> Message:
     if not isinstance(speaker, str) or "value" not in turn:
         raise NoConversation("has a message without role and content")
     if speaker not in SPEAKERS:
-        raise NoConversation(f"has a message from {speaker!r}; known are {', '.join(SPEAKERS)}")
+        raise NoConversation(f"has a message from {speaker!r}; it can be {', '.join(SPEAKERS)}")
     return {"role": SPEAKERS[speaker], "content": _text(turn["value"])}
 
 
@@ -123,7 +123,7 @@ def spoken(
     if said[-1] and end is not None and tokens[-1] != end:  # the template closes no turn: the last one is closed here
         tokens, said = [*tokens, end], [*said, True]
     if not any(said):
-        raise DataError(f"{where}: the assistant says nothing", LEAVE_OUT)
+        raise DataError(f"{where}: the assistant's turn is empty", LEAVE_OUT)
     return tokens, said
 
 
@@ -139,9 +139,9 @@ def _by_turns(
         after = render(tokenizer, messages[: i + 1], tools, where, asks=False)
         if not (whole.startswith(before) and whole.startswith(after) and len(after) > len(before)):
             raise DataError(
-                f"{where}: the chat template writes earlier turns otherwise once later ones follow, so what the "
-                "assistant said cannot be told apart",
-                "data.learn_turns=last learns the last turn alone; a template with {% generation %} marks all",
+                f"{where}: the chat template renders earlier turns differently once later ones follow, so the "
+                "assistant's tokens cannot be found",
+                "data.learn_turns=last learns only the last turn; a template with {% generation %} marks all",
             )
         spans.append((len(grown(before)), len(grown(after))))
     encoded = tokenizer(grown(whole), add_special_tokens=False, return_offsets_mapping=True)

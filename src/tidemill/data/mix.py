@@ -127,7 +127,7 @@ def with_own_rewards(config: Config) -> Config:
         for name in spec.sources:
             if name not in names:
                 raise ConfigError(
-                    f"rewards: {spec.function!r} judges samples of {name!r}, which is no source"
+                    f"rewards: {spec.function!r} judges samples of {name!r}, which is not a source"
                     f"{did_you_mean(name, names)}",
                     f"data.sources are {', '.join(names)}" if names else "data.sources is empty",
                 )

@@ -95,7 +95,7 @@ class PromptTokens:
         if self.pictures is None:
             raise DataError(
                 f"{where}: the row has images, and data.images is none",
-                "set data.images to show them to a model that looks, or name no column of images",
+                "set data.images for a model that takes images, or data.columns.images=none",
             )
         return self.pictures
 
@@ -140,7 +140,7 @@ class PromptTokens:
         if end is not None and tokens and tokens[-1] != end:
             tokens.append(end)
         if len(tokens) < 2:
-            raise DataError(f"{example.where}: the text has {len(tokens)} tokens: none has another before it")
+            raise DataError(f"{example.where}: the text has fewer than two tokens: there is nothing to predict")
         step = max(1, longest - 1)
         pieces = [tokens[at : at + step + 1] for at in range(0, len(tokens) - 1, step)]
         return [(piece[:1], piece[1:], [True] * (len(piece) - 1)) for piece in pieces]

@@ -215,7 +215,7 @@ def read_folder(folder: Path, split: str | None) -> Iterator[Row]:
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in KINDS and p.name != "dataset_infos.json")
     files = [p for p in files if p.suffix.lower() != ".txt"] or files  # beside data, texts are licences and notes
     if not files:
-        raise DataError(f"{folder} holds no data file", f"data files end in {' '.join(KINDS)}")
+        raise DataError(f"{folder} has no data file", f"data files end in {' '.join(KINDS)}")
     if len(files) > 1 or split:
         splits = list(dict.fromkeys(split_of(p, folder) for p in files))
         if split or "train" in splits:

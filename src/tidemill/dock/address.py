@@ -47,4 +47,7 @@ class Address:
         for path in (Path(folder), Path(folder) / ADDRESS_FILE, Path(folder) / "dock" / ADDRESS_FILE):
             if path.is_file():
                 return Address.from_json(path.read_text())
-        raise DockError(f"no dock has left its address in {folder}", f"give a folder with an {ADDRESS_FILE}")
+        raise DockError(
+            f"no dock has left its address ({ADDRESS_FILE}) in {folder}",
+            "give the folder of a run on workers (cluster.executor=processes or ray) while it goes on",
+        )

@@ -92,7 +92,8 @@ class Lease(Protocol):
 class StageCounts:
     ready: int = 0  # rows
     leased: int = 0
-    done: int = 0
+    done: int = 0  # since the dock began
+    pending: int = 0  # in the dock, and not consumed by the stage
     waiting: int = 0  # takes parked until more is ready
     oldest_s: float = 0.0  # age of the ready row that has waited longest
 

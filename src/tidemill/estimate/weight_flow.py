@@ -63,8 +63,11 @@ def published(name: str, layers: int = 0) -> Model:
 
 
 def model_of(model: ModelSettings) -> Model:
-    """The tensors of a recipe's model, from its folder's headers or a small model's settings; no weight is read."""
+    """The tensors of a recipe's model, from its folder's headers, a small model's settings, or the published model of
+    that name where no folder is here; no weight is read."""
     shape = shape_of(model)
+    if shape is None and model.path is not None and files.find(model.path) is not None:
+        return replace(published(model.path), dtype=model.dtype)
     if shape is None:
         raise ReshardError(
             "the recipe's model is not there yet, so its tensors are not known",

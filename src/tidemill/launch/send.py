@@ -61,8 +61,8 @@ def _refuse_other_run(config: Config, is_resume: bool) -> None:
     path = Path(config.folder) / config.name
     if not is_resume and (path / "config.yaml").exists():
         raise ConfigError(
-            f"{path} already holds a run, which the job would go on with",
-            "--resume if that is meant; else give it another name: name=NAME",
+            f"{path} already holds a run, which the job would continue",
+            "add --resume if you want that; else give the job another name: name=NAME",
         )
 
 

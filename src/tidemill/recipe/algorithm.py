@@ -116,7 +116,12 @@ class Replay(Section):
     capacity: int = Field(100_000, ge=1, description="decisions kept in the dock, the newest")
     begin: int = Field(1_000, ge=0, description="decisions made before learning begins, drawn evenly")
     updates: Rows = Field(16, description="gradient steps in each step of the run, of learn.minibatch decisions each")
-    follow: float = Field(0.005, gt=0, le=1, description="share of the way that target networks go after each of them")
+    follow: float = Field(
+        0.005,
+        gt=0,
+        le=1,
+        description="how far target networks move after each of them (τ)",
+    )
     explore: tuple[float, float, int] = Field(
         (1.0, 0.05, 10_000), description="dqn: share of random moves at first, in the end, and decisions in between"
     )

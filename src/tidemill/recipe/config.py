@@ -55,7 +55,7 @@ class EngineExperts(Section):
     """Where the experts of an engine over several ranks lie: busy ones get copies, and all are packed by their load."""
 
     spare: int = Field(0, ge=0, le=64, description="places on each rank for copies of busy experts")
-    every: int = Field(10, ge=0, description="steps after which experts are laid out anew by their load; 0: never")
+    every: int = Field(10, ge=0, description="steps after which experts are placed again by their load; 0: never")
 
 
 class Rollout(Section):
@@ -237,7 +237,7 @@ class Flow(Section):
     )
     unfinished_samples: Literal["recompute_kv", "keep_kv"] = Field(
         "recompute_kv",
-        description="unfinished samples when new weights come: recompute their KV cache, or keep the one they have",
+        description="unfinished samples when new weights arrive: recompute their KV cache, or keep it",
     )
     carry_over: float = Field(
         0.0,

@@ -143,7 +143,7 @@ def _explain(path: Path, error: yaml.YAMLError) -> ConfigError:
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
     remedy = "check indentation, colons and quotes there"
     if "mapping values are not allowed" in what:
-        remedy = "put a text with ': ' in it in quotes"
+        remedy = "put text that contains ': ' in quotes"
     return ConfigError(f"{display(path)}{at} is not YAML: {what}", remedy)
 
 

@@ -58,7 +58,7 @@ class EnvironmentSettings(Section):
     timeout_s: float = Field(60.0, gt=0, description="time limit of an environment in a thread, or of a whole program")
     max_calls: int = Field(64, ge=1, description="with a program: how often one sample may ask the model")
     max_trajectories: int = Field(
-        8, ge=1, description="with a program: conversations of one sample that are learned; of more the latest"
+        8, ge=1, description="with a program: most conversations of one sample that are learned, the latest"
     )
     max_body: int = Field(8 << 20, ge=1024, description="with a program: largest request in bytes")
     players: int = Field(

@@ -96,7 +96,7 @@ def interruptions(watch: Watcher) -> Iterator[Callable[[], bool]]:
                 raise KeyboardInterrupt
             return  # a scheduler signals every process of a job, and its supervisor forwards the signal: one request
         asked.set()
-        watch.noted(f"{signal.Signals(number).name}: stopping and saving; Ctrl-C to stop at once")
+        watch.noted(f"{signal.Signals(number).name}: stopping and saving; press Ctrl-C again to stop at once")
 
     before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -87,7 +87,7 @@ class ModelServer:
     def _served(self, name: str, trained: Trained, root: str, parent: str | None = None) -> Served:
         loaded, config = trained.loaded, trained.config
         if trained.reward_head is not None:
-            raise ConfigError(f"{root} is a reward model, which says nothing", "name a policy")
+            raise ConfigError(f"{root} is a reward model, which generates no text", "name a policy")
         window = min(loaded.window, self.options.window or loaded.window)
         engine = make_engine(loaded, window, self.options.concurrent, self.options.cache_tokens)
         engine.version = trained.step or 0
@@ -151,7 +151,7 @@ def merge(model: Any, folder: Path) -> None:
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is no folder of a LoRA adapter: {error}", "it needs adapter_config.json"
+            f"{folder} is not the folder of a LoRA adapter: {error}", "it needs adapter_config.json"
         ) from error
     if about.get("use_dora") or about.get("modules_to_save"):
         raise ConfigError(f"{folder} has more than low-rank adapters (DoRA, or whole modules)", "merge it yourself")
@@ -160,7 +160,7 @@ def merge(model: Any, folder: Path) -> None:
     weights = dict(model.named_parameters())
     downs = {name: tensor for name, tensor in tensors.items() if name.endswith(".lora_A.weight")}
     if not downs:
-        raise ConfigError(f"{folder} holds no lora_A of any layer", "export it with tidemill export --adapter")
+        raise ConfigError(f"{folder} has no lora_A tensor of any layer", "export it with tidemill export --adapter")
     with torch.no_grad():
         for name, down in downs.items():
             place = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") + ".weight"

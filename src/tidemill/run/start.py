@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.check import precheck
 from tidemill.errors import ConfigError, TidemillError
+from tidemill.flow.records import Activity
 from tidemill.observe.run_folder import RunFolder, has_steps
 from tidemill.recipe import load as recipes
 from tidemill.recipe.config import Config
 
 if TYPE_CHECKING:
-    from tidemill.flow.records import Activity, Evaluation
+    from tidemill.flow.records import Evaluation
     from tidemill.run.loop import Moment, Summary
     from tidemill.run.watcher import Watcher
 
@@ -44,6 +45,8 @@ def begin(
     from tidemill.run.prepare import prepare
 
     loaded = recipe if isinstance(recipe, recipes.LoadedRecipe) else recipes.load(recipe, overrides)
+    if watch is not None:
+        watch.doing(Activity("checking settings and data"))
     prepared = prepare(loaded)
     if watch is not None:
         watch.prepared(prepared.config, prepared.lengths)
@@ -89,9 +92,9 @@ def refuse_if_finished(folder: RunFolder) -> None:
     is_done = summary and not summary["is_stopped"] and (summary["is_early"] or done >= folder.config.train.steps)
     if is_done:
         raise NothingLeft(
-            f"{folder.path} has nothing left to do: all {done} steps are made"
+            f"{folder.path} has nothing left to do: all {done} steps are done"
             if done != 1
-            else f"{folder.path} has nothing left to do: its 1 step is made",
+            else f"{folder.path} has nothing left to do: its 1 step is done",
             f"for more steps: tidemill resume {folder.path} train.steps={2 * done}",
         )
 
@@ -120,11 +123,11 @@ def evaluate(
 
     if recipe is None and (Path(where).expanduser() / "config.json").exists():
         raise ConfigError(
-            f"{where} is a plain model folder and names no problems", "tidemill eval FOLDER --recipe RECIPE"
+            f"{where} is a plain model folder without problems of its own", "tidemill eval FOLDER --recipe RECIPE"
         )
     config = None if recipe is None else recipes.load(recipe, overrides).config
     trained = open_trained(where, raw=raw, step=step, best=best)
     if recipe is None and trained.step is None:
-        raise ConfigError(f"{where} is a plain model and names no problems", f"tidemill eval {where} --recipe RECIPE")
+        raise ConfigError(f"{where} has no problems of its own", f"tidemill eval {where} --recipe RECIPE")
     config = config or recipes.load(trained.config, overrides).config
     return evaluate_trained(trained.loaded, config, size=size or config.eval.size, samples=samples, tell=tell)

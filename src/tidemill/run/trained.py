@@ -191,7 +191,7 @@ def _chosen(run: RunFolder, step: int | None) -> checkpoint.Found:
     if path is None:
         there = ", ".join(map(str, sorted(saved))) or "none"
         what = "no best checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise CheckpointError(f"{run.path} has {what}", f"checkpoints exist of step {there}")
+        raise CheckpointError(f"{run.path} has {what}", f"there are checkpoints of step {there}")
     if why := checkpoint.fault(path):
         raise CheckpointError(f"{path} cannot be used ({why})", "name another step")
     return checkpoint.Found(path, int(path.name[5:]), [])

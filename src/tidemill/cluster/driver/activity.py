@@ -6,6 +6,7 @@ from tidemill.dock import DockState
 from tidemill.flow.records import Activity
 
 DOING = {  # what a stage is called while it works
+    "rollout": "rolling out",
     "reward": "scoring",
     "reference": "scoring under the reference",
     "advantage": "comparing rewards",
@@ -17,9 +18,10 @@ DOING = {  # what a stage is called while it works
 }
 
 
-def what_it_is_at(state: DockState) -> Activity:
-    rolled = state.stages.get("rollout")
-    if rolled is not None and rolled.done < state.rows:
-        return Activity("rolling out", rolled.done, state.rows)
+def what_it_is_at(state: DockState, rows: int) -> Activity:
+    """Say which stage works and how far it is. `rows`: a step's; learned ones have left the dock."""
     waiting = next((name for name, c in state.stages.items() if c.ready or c.leased), "learn")
-    return Activity(DOING.get(waiting, waiting), state.stages[waiting].done, state.rows)
+    if (rolled := state.stages.get("rollout")) is not None and rolled.pending:
+        waiting = "rollout"
+    total = max(rows, state.rows)  # more: rows of later steps are there too
+    return Activity(DOING.get(waiting, waiting), max(0, total - state.stages[waiting].pending), total)

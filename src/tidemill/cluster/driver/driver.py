@@ -351,7 +351,9 @@ class Driver:
         reports = (member.report for member in self.pool.ready)
         if compiled := next((r.compiling for r in reports if r is not None and r.compiling), ""):
             return Activity(f"compiling {compiled}")
-        return Activity("reading data") if self.seen is None else what_it_is_at(self.seen)
+        if self.seen is None:
+            return Activity("reading data")
+        return what_it_is_at(self.seen, samples_per_step(self.config))
 
     def interrupt(self, member: Member) -> None:
         """Ask a worker to end the feeding or the evaluation under way."""

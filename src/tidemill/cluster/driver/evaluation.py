@@ -39,8 +39,7 @@ def _tell(driver: Driver, member: Member, size: int) -> None:
     """Report the progress, and interrupt the worker if the user wants to stop."""
     if driver.starter.is_here or member.report is None:
         return  # the worker itself reports, in this process
-    done, total = member.report.evaluated
     try:
-        driver.tell(Activity("evaluating", done, total or size))
+        driver.tell(member.report.evaluating or Activity("evaluating", 0, size))
     except Stopped:
         driver.interrupt(member)

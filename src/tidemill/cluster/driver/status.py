@@ -188,7 +188,7 @@ def _how_it_is(status: RunStatus) -> tuple[str, float]:
     """Describe whether the driver is there, and up to when its report is valid."""
     now, is_here = time.time(), status.machine == socket.gethostname()
     if status.is_over:
-        return "all steps are made", status.written
+        return "all steps are done", status.written
     if is_running(status):
         return "running" if is_here else f"running on {status.machine}", now
     if is_here:

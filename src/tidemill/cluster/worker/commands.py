@@ -50,7 +50,7 @@ class RoleWorker:
             self.sensors = Sensors(task)
             collective.listen_at(task.host)
         self._is_interrupted = False  # the user wants to stop
-        self._evaluated = 0, 0  # answers of the evaluation under way: made, and of how many
+        self._evaluating_now: Activity | None = None  # of the evaluation under way
         if self.state.feed is not None:
             self.state.feed.stop = lambda: self._is_interrupted or task.hooks.stop()
         self.is_leaving = False  # the dock is gone, or about to end
@@ -93,7 +93,7 @@ class RoleWorker:
             "done_group": learn.first_group if learn is not None and learn.is_done else -1,
             "version": state.version,
             "first_token_s": self.first_token,
-            "evaluated": self._evaluated,
+            "evaluating": self._evaluating_now,
             "compiling": compiling.under_way(),
         }
 
@@ -247,11 +247,11 @@ class RoleWorker:
         try:
             seen = self.state.evaluate(size, samples, self._evaluating)
         finally:
-            self._evaluated = 0, 0
+            self._evaluating_now = None
         return replace(seen, answers=seen.answers[:shown])
 
     def _evaluating(self, activity: Activity) -> None:
-        self._evaluated = activity.done, activity.total
+        self._evaluating_now = activity
         self.task.hooks.tell(activity)
         if self._is_interrupted:
             raise Stopped

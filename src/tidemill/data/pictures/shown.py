@@ -41,8 +41,8 @@ class Pictures:
             return None
         if view is None:
             raise ConfigError(
-                "the data shows images (data.images), but the model reads text alone",
-                "models that look: docs/vision.md; or leave the column of images out with data.columns.images=none",
+                "the data shows images (data.images), but the model reads only text",
+                "use a model that takes images (docs/vision.md), or omit the column with data.columns.images=none",
             )
         return Pictures(within(view, settings.max_tokens), settings)
 
@@ -61,7 +61,7 @@ class Pictures:
         if len(parts) - 1 != len(plans):
             raise DataError(
                 f"{where}: the prompt has {len(parts) - 1} marks for images ({self.view.mark}) and {len(plans)} images",
-                f"write {HERE} once for each image; the model's own mark is no text",
+                f"write {HERE} once for each image; the model's own mark cannot be written",
             )
         return self.partly(text, plans)
 
@@ -86,7 +86,7 @@ class Pictures:
                 found.append(Tile(pixels, at, count, number))
                 taken += count
         if (wrong := misplaced(tokens, found, self.view)) is not None:
-            raise DataError(f"{where}: {wrong}", "the model's own mark for images is no text to write in a prompt")
+            raise DataError(f"{where}: {wrong}", "the model's own mark for images cannot be written in a prompt")
         return tuple(found)
 
     def _cut(self, picture: Picture, plan: Plan, number: int, where: str) -> list[Any]:
@@ -209,7 +209,7 @@ def of_row(
     given = [] if column is None else list(column) if isinstance(column, (list, tuple)) else [column]
     bare, inside = in_messages(messages or [])
     if given and inside:
-        raise NoPicture("stands both in a column and in a message; give each once")
+        raise NoPicture("is both in a column and in a message; give it once")
     return tuple(opened.as_picture(value, folder) for value in given or inside), bare
 
 

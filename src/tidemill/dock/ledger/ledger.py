@@ -278,7 +278,7 @@ class Ledger:
         head = c.slots(c.ready.first(1))
         # the clock may have restarted with the machine since the rows arrived
         oldest_s = max(0.0, float(now - self.rows.born[head].min())) if len(head) else 0.0
-        return StageCounts(ready=c.ready_rows(), leased=c.leased, done=c.done, oldest_s=oldest_s)
+        return StageCounts(c.ready_rows(), c.leased, c.done, c.pending.of(None), oldest_s=oldest_s)
 
     # -- choosing and leasing ----------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ def ask(
             if error.code not in PASSING:
                 break
         except (urllib.error.URLError, OSError) as error:
-            why = f"is not to be reached ({getattr(error, 'reason', error)})"
+            why = f"cannot be reached ({getattr(error, 'reason', error)})"
         except (KeyError, IndexError, TypeError, ValueError) as error:
             why = f"gave no chat completion ({type(error).__name__})"
     raise RewardError(f"the judge at {address} {why}, tried {attempt + 1} times")

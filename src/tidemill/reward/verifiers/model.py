@@ -112,7 +112,7 @@ def check(path: str) -> None:
     kinds = found.get("architectures") or []
     if not any("SequenceClassification" in kind for kind in kinds):
         raise ConfigError(
-            f"rewards: {path} is no reward model but {', '.join(kinds) or 'something else'}",
+            f"rewards: {path} is not a reward model but {', '.join(kinds) or 'something else'}",
             "a reward model is a sequence classifier with one output",
         )
 
