@@ -160,6 +160,8 @@ def _data_file(source: str, generators: list[str]) -> str:
     from tidemill.data import known
 
     path = known.folder(source) or Path(source).expanduser()
+    if not path.exists() and known.is_on_hub(source):
+        return ""  # fetched when the data is opened, before a model is
     if not path.exists():
         if source in known.KNOWN:
             return _with_remedy("not on this machine", known.missing(source))

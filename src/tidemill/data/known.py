@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.errors import DataError
+from tidemill.models.box import find
 from tidemill.models.box.known import cache
 
 ENV_DATA = "TIDEMILL_DATA"  # more folders of data sets, separated like PATH
@@ -42,6 +43,11 @@ def folder(name: str) -> Path | None:
         return None
     files = KNOWN[name].files
     return next((p / name for p in places() if all((p / name / file).is_file() for file in files)), None)
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a source can only be a data set of the Hugging Face hub: `org/name`, and no path here begins so."""
+    return find.HUB_ID.fullmatch(name) is not None and find.is_fetchable(name) and not Path(name).suffix
 
 
 def missing(name: str) -> DataError:

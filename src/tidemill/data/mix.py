@@ -13,6 +13,7 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING
 
 from tidemill.data.source import Example, FileRows, Order, Source, open_source, without
+from tidemill.data.streamed.rows import StreamedRows
 from tidemill.errors import ConfigError, did_you_mean
 from tidemill.reward.api import FROM
 
@@ -84,7 +85,9 @@ def open_mix(data: Data, seed: int) -> tuple[Source, Source]:
     together = held_out(names, [aside for _, aside in opened])
     parts = []
     for name, entry, (training, _) in zip(names, data.sources, opened):
-        own = without(training, together) if isinstance(training, FileRows) and together.size else training
+        own: Source = training
+        if isinstance(training, FileRows | StreamedRows) and together.size:
+            own = without(training, together)
         parts.append(Part(name, own, entry.weight, Order(own, seed, data.shuffle)))
     return Mixed(parts), together
 

@@ -17,12 +17,15 @@ from tidemill.data.pictures.shown import of_row
 from tidemill.data.prompts import template_columns
 from tidemill.data.source import Example, FileRows, Message
 from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
+from tidemill.models.box import hub
 
 if TYPE_CHECKING:
+    from tidemill.data.streamed.rows import StreamedRows
     from tidemill.recipe.config import Data
 
 OUR_COLUMNS = ("prompt", *conversations.COLUMNS, "answer", "response", "image", "images")
 FORMS = "a .json file is a list of objects; a .jsonl file has one object per line"
+REMEDY = "fix the row, or set data.on_bad_row=skip to leave such rows out"
 UTF8 = "save it as UTF-8, for example with iconv -t utf-8"
 KINDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 TEXT = "text"  # the column of a document to learn from as it is
@@ -37,19 +40,38 @@ class BadRow:
 Row = tuple[str, dict[str, Any]] | BadRow
 
 
-def read(path: str, data: Data, split: str | None = None) -> FileRows:
-    """All usable rows of a file or folder."""
-    file = known.folder(path) or Path(path).expanduser()
-    if not file.exists():
-        raise missing(path)
-    rows = read_folder(file, split or data.split) if file.is_dir() else read_file(file)
-    examples, bad = to_examples(path, rows, data)
+def read(path: str, data: Data, split: str | None = None) -> FileRows | StreamedRows:
+    """All usable rows of a file or folder: read now, or where they are large, when they are asked for."""
+    from tidemill.data.streamed import rows
+
+    file = at_hand(path)
+    files = files_of(file, split or data.split)
+    if rows.are_streamed(files, data):
+        return rows.open_rows(path, files, data)
+    examples, bad = to_examples(path, (row for one in files for row in read_file(one)), data)
     if not examples:
         raise DataError(
             f"{path} has no usable row: {bad[0].where}: {bad[0].why}" if bad else f"{path} is empty: it has no rows",
             "check how the file was written",
         )
     return FileRows(path, tuple(examples), len(bad), f"{bad[0].where}: {bad[0].why}" if bad else "")
+
+
+def read_whole(path: str, data: Data, split: str | None = None) -> FileRows:
+    """Held-out rows are asked again and again, so they are in memory, however large the file."""
+    rows = read(path, data.model_copy(update={"stream": False}), split)
+    assert isinstance(rows, FileRows)
+    return rows
+
+
+def at_hand(path: str) -> Path:
+    """The file or folder of a data source, fetched from the hub where the source is one of the hub's data sets."""
+    file = known.folder(path) or Path(path).expanduser()
+    if file.exists():
+        return file
+    if known.is_on_hub(path):
+        return hub.fetch_data(path)
+    raise missing(path)
 
 
 def missing(path: str) -> DataError:
@@ -90,17 +112,23 @@ def read_file(file: Path) -> Iterator[Row]:
 def read_jsonl(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                yield BadRow(where, f"is not UTF-8 text ({error.reason} at byte {error.start})")
-            except (json.JSONDecodeError, RecursionError) as error:
-                yield BadRow(where, f"is not JSON ({error})")
-            else:
-                yield (where, row) if isinstance(row, dict) else BadRow(where, f"is {kind(row)}, not an object")
+            row = parsed_line(file, number, line)
+            if row is not None:
+                yield row
+
+
+def parsed_line(file: Path, number: int, line: bytes) -> Row | None:
+    """One row of a JSONL file; None: a blank line."""
+    if not line.strip():
+        return None
+    where = f"{file}:{number}"
+    try:
+        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(where, f"is not UTF-8 text ({error.reason} at byte {error.start})")
+    except (json.JSONDecodeError, RecursionError) as error:
+        return BadRow(where, f"is not JSON ({error})")
+    return (where, row) if isinstance(row, dict) else BadRow(where, f"is {kind(row)}, not an object")
 
 
 def read_json(file: Path) -> Iterator[Row]:
@@ -204,24 +232,27 @@ def pyarrow(file: Path) -> Any:
     return pyarrow
 
 
-def read_folder(folder: Path, split: str | None) -> Iterator[Row]:
-    """A folder of save_to_disk (one dataset or a dict of splits), or any folder of data files."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
-        return read_folder(folder / choose_split(folder, splits, split), None)
-    if (folder / "state.json").is_file():
-        names = [entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
-        return chain_files([folder / name for name in names])
-    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in KINDS and p.name != "dataset_infos.json")
+def files_of(path: Path, split: str | None) -> list[Path]:
+    """The data files of a file or folder: a folder of save_to_disk (one dataset or a dict of splits), or any folder of
+    data files."""
+    if not path.is_dir():
+        return [path]
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
+        return files_of(path / choose_split(path, splits, split), None)
+    if (path / "state.json").is_file():
+        names = [entry["filename"] for entry in json.loads((path / "state.json").read_text())["_data_files"]]
+        return [path / name for name in names]
+    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in KINDS and p.name != "dataset_infos.json")
     files = [p for p in files if p.suffix.lower() != ".txt"] or files  # beside data, texts are licences and notes
     if not files:
-        raise DataError(f"{folder} has no data file", f"data files end in {' '.join(KINDS)}")
+        raise DataError(f"{path} has no data file", f"data files end in {' '.join(KINDS)}")
     if len(files) > 1 or split:
-        splits = list(dict.fromkeys(split_of(p, folder) for p in files))
+        splits = list(dict.fromkeys(split_of(p, path) for p in files))
         if split or "train" in splits:
-            chosen = choose_split(folder, splits, split)
-            files = [p for p in files if split_of(p, folder) == chosen]
-    return chain_files(files)
+            chosen = choose_split(path, splits, split)
+            files = [p for p in files if split_of(p, path) == chosen]
+    return files
 
 
 def split_of(file: Path, folder: Path) -> str:
@@ -245,32 +276,39 @@ def choose_split(folder: Path, splits: list[str], wanted: str | None) -> str:
     return wanted
 
 
-def chain_files(files: list[Path]) -> Iterator[Row]:
-    for file in files:
-        yield from read_file(file)
-
-
 def to_examples(path: str, rows: Iterable[Row], data: Data) -> tuple[list[Example], list[BadRow]]:
     examples: list[Example] = []
     bad: list[BadRow] = []
-    pattern, rewrite = answer_pattern(data), rewriter(data)
-    needed = needed_columns(data)
+    make = maker(data)
     wrong_names: DataError | None = None
     for row in rows:
-        made = row if isinstance(row, BadRow) else rewrite(to_example(row[0], row[1], data, pattern))
-        if not isinstance(row, BadRow) and (error := missing_column(row[0], row[1], needed)):
-            wrong_names = wrong_names or error
-            made = BadRow(row[0], error.message.removeprefix(f"{row[0]}: "))
+        made, error = make(row)
+        wrong_names = wrong_names or error
         if isinstance(made, Example):
             examples.append(made)
         elif data.on_bad_row == "fail":
-            remedy = "fix the row, or set data.on_bad_row=skip to leave such rows out"
-            raise wrong_names or DataError(f"{made.where}: {made.why}", remedy)
+            raise wrong_names or DataError(f"{made.where}: {made.why}", REMEDY)
         else:
             bad.append(made)
     if not examples and wrong_names:  # no row has it: the recipe's mistake, not the rows'
         raise wrong_names
     return examples, bad
+
+
+def maker(data: Data) -> Callable[[Row], tuple[Example | BadRow, DataError | None]]:
+    """Return a function from a row to its example, or to what is wrong with it; with an error where the recipe may
+    have named the wrong column."""
+    pattern, rewrite, needed = answer_pattern(data), rewriter(data), needed_columns(data)
+
+    def make(row: Row) -> tuple[Example | BadRow, DataError | None]:
+        if isinstance(row, BadRow):
+            return row, None
+        made = rewrite(to_example(row[0], row[1], data, pattern))
+        if error := missing_column(row[0], row[1], needed):
+            return BadRow(row[0], error.message.removeprefix(f"{row[0]}: ")), error
+        return made, None
+
+    return make
 
 
 def needed_columns(data: Data) -> list[tuple[str, set[str]]]:

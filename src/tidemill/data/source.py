@@ -10,7 +10,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tidemill.errors import DataError
 
 if TYPE_CHECKING:
+    from tidemill.data.streamed.rows import StreamedRows
     from tidemill.recipe.config import Data
 
 Message = dict[str, Any]
@@ -64,6 +65,17 @@ class Source(Protocol):
     def example(self, index: int) -> Example: ...
 
 
+@runtime_checkable
+class Shuffles(Protocol):
+    """A source that computes its own order, because a permutation of its rows would not fit into memory."""
+
+    def shuffled(self, place: int, key: tuple[int, ...]) -> int: ...
+
+
+class PassedOver(DataError):
+    """A row that is left out of training on purpose: it is not counted as a bad one."""
+
+
 class Order:
     """Which example comes at a position: a new permutation each pass, the identity without shuffling.
 
@@ -76,6 +88,7 @@ class Order:
         if source.size == 0:
             raise DataError(f"{source.name} has no examples", "check data.source and data.split")
         self.size = None if isinstance(source, Mixed) else source.size  # a mix keeps the order of its parts
+        self.source = source
         self.seed = seed
         self.shuffle = shuffle
         self._passes: OrderedDict[int, npt.NDArray[np.int64]] = OrderedDict()
@@ -88,7 +101,11 @@ class Order:
         if self.size is None:
             return position
         number, place = divmod(position, self.size)
-        return int(self._permutation(number)[place]) if self.shuffle else place
+        if not self.shuffle:
+            return place
+        if isinstance(self.source, Shuffles):
+            return self.source.shuffled(place, (self.seed, number))
+        return int(self._permutation(number)[place])
 
     __call__ = order
 
@@ -129,12 +146,12 @@ def open_source(data: Data, seed: int) -> tuple[Source, Source]:
         return open_generated(data, seed)
     rows = readers.read(data.source, data)
     if data.eval_source is None and data.eval_split is None:
-        return split(rows, data.held_out, seed)
+        return split(rows, data.held_out, seed) if isinstance(rows, FileRows) else rows.split(data.held_out, seed)
     aside: Source
     if data.eval_source and generators.is_generator(data.eval_source):
         aside = generators.open_pair(data.eval_source, data.eval_args or {}, data.held_out, seed)[1]
         return rows, aside
-    aside = readers.read(data.eval_source or data.source, data, data.eval_split)
+    aside = readers.read_whole(data.eval_source or data.source, data, data.eval_split)
     return without(rows, aside), aside
 
 
@@ -152,13 +169,15 @@ def open_generated(data: Data, seed: int) -> tuple[Source, Source]:
     if data.eval_source is None and data.eval_args is None:
         return train, aside
     if data.eval_source and not generators.is_generator(data.eval_source):
-        return train, readers.read(data.eval_source, data, data.eval_split)
+        return train, readers.read_whole(data.eval_source, data, data.eval_split)
     args = data.args if data.eval_args is None else data.eval_args
     return train, generators.open_pair(data.eval_source or data.source, args, data.held_out, seed)[1]
 
 
-def without(rows: FileRows, aside: FileRows) -> FileRows:
+def without(rows: FileRows | StreamedRows, aside: FileRows) -> FileRows | StreamedRows:
     """The rows whose prompt is not held out."""
+    if not isinstance(rows, FileRows):
+        return rows.without(aside.examples)
     prompts = {example.problem for example in aside.examples}
     kept = tuple(example for example in rows.examples if example.problem not in prompts)
     if not kept:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.data.mix import Mixed, marked
 from tidemill.data.prompts import PromptTokens
 from tidemill.data.source import Example, FileRows, Source, open_source
+from tidemill.data.streamed.rows import StreamedRows
 from tidemill.errors import DataError, did_you_mean
 from tidemill.reward.api import FROM
 
@@ -58,10 +59,10 @@ def open_rows(config: Config) -> tuple[Source, Source]:
     """Open training and held-out data. With data.on_bad_row=skip, leave out the rows that lack a column which the
     algorithm or a reward reads."""
     training, held_out = open_source(config.data, config.seed)
-    if config.data.on_bad_row == "fail":
-        return training, held_out
     given = GIVEN.get(config.algorithm.name)
     learned = _lacking_rewards(config) if given is None else _lacking_given(config)
+    if config.data.on_bad_row == "fail":
+        return _checked_later(training, learned), held_out
     return _complete(training, learned), _complete(held_out, _lacking_rewards(config))
 
 
@@ -69,6 +70,8 @@ def _complete(source: Source, lacking: Lacking) -> Source:
     """Leave out incomplete rows of a file. Where all are, keep them: the mistake is the recipe's, and is refused."""
     if isinstance(source, Mixed):
         return source.over(lambda part: _complete(part, lacking))
+    if isinstance(source, StreamedRows):
+        return source.needing(lacking)
     if not isinstance(source, FileRows):
         return source
     found = [(example, lacking(example)) for example in source.examples]
@@ -77,6 +80,13 @@ def _complete(source: Source, lacking: Lacking) -> Source:
         return source
     first = source.first_bad or next(problem.message for _, problem in found if problem is not None)
     return FileRows(source.name, kept, source.bad_rows + len(found) - len(kept), first)
+
+
+def _checked_later(source: Source, lacking: Lacking) -> Source:
+    """Rows that are not read yet are checked as they come; all others are checked before the run."""
+    if isinstance(source, Mixed):
+        return source.over(lambda part: _checked_later(part, lacking))
+    return source.needing(lacking) if isinstance(source, StreamedRows) else source
 
 
 def left_out(source: Source) -> list[str]:
@@ -92,11 +102,13 @@ def left_out(source: Source) -> list[str]:
 def sampled(source: Source) -> list[Example]:
     """Return the rows whose lengths are measured."""
     count = MOST_MADE if source.size is None else min(source.size, MOST_ROWS)
+    if isinstance(source, StreamedRows):
+        return source.sample(count)
     return [source.example(i) for i in range(count)]
 
 
 def checked(source: Source) -> Sequence[Example]:
-    """Return the rows whose columns are checked: all of a file's, some of a generator's."""
+    """Return the rows whose columns are checked: all of a file's, some of a generator's or of a streamed file's."""
     if isinstance(source, Mixed):
         return [marked(example, part.name) for part in source.parts for example in checked(part.source)]
     return source.examples if isinstance(source, FileRows) else sampled(source)

@@ -15,7 +15,7 @@ from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.data.curriculum import Curriculum
 from tidemill.data.mix import Mixed
 from tidemill.data.prompts import PromptTokens
-from tidemill.data.source import Example, FileRows, Order, Source
+from tidemill.data.source import Example, FileRows, Order, PassedOver, Source
 from tidemill.errors import DataError
 from tidemill.flow.workers import Stopped
 from tidemill.recipe.config import Config
@@ -39,10 +39,13 @@ class Feed:
             if self.stop():
                 self.position = first
                 raise Stopped
-            example = self.source.example(self.order(self.position))
+            place = self.order(self.position)
             self.position += 1
             try:
+                example = self.source.example(place)
                 tokens = self._tokens(example)
+            except PassedOver:
+                continue
             except DataError as error:
                 bad_in_a_row += 1
                 if self.config.data.on_bad_row == "fail":

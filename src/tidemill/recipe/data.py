@@ -59,7 +59,7 @@ class DataSource(Section):
 class Data(Section):
     source: str = Field(
         "arithmetic",
-        description="a file (.jsonl .json .csv .tsv .parquet .txt), a Hugging Face dataset folder, a generator's name",
+        description="a file (.jsonl .json .csv .tsv .parquet .txt), a folder of them, the hub's org/name, a generator",
     )
     sources: tuple[DataSource, ...] = Field(
         (), description="several sources, mixed by their weights, instead of source"
@@ -93,6 +93,9 @@ class Data(Section):
         None, description="how prompts show images; none: set where the data's rows have some"
     )
     max_prompt_tokens: Places = Field(1024, description="a longer prompt is a bad row")
+    stream: Literal["auto"] | bool = Field(
+        "auto", description="read rows when their turn comes, for files larger than memory; auto: from 1 GB on"
+    )
     on_bad_row: Literal["fail", "skip"] = Field("fail", description="what to do with a row that cannot be used")
     shuffle: bool = Field(True, description="reshuffle for each pass over the data")
     fit: bool = Field(

@@ -137,7 +137,7 @@ def _first_rows(config: Config) -> tuple[list[str], list[Mapping[str, Any]]]:
     if generators.is_generator(config.data.source):
         return ["prompt", "answer"], []
     file = Path(config.data.source).expanduser()
-    found = readers.read_folder(file, config.data.split) if file.is_dir() else readers.read_file(file)
+    found = (row for one in readers.files_of(file, config.data.split) for row in readers.read_file(one))
     rows: list[Mapping[str, Any]] = [row[1] for row in islice(found, 100) if isinstance(row, tuple)]
     return list(dict.fromkeys(name for row in rows for name in row)), rows
 

@@ -13,6 +13,7 @@ from tidemill.models.box.find import HUB_ID
 
 # What a folder that can be trained consists of; weights in other forms, pictures and logs stay where they are.
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
+DATA_FILES = ("*.jsonl", "*.json", "*.parquet", "*.arrow", "*.csv", "*.tsv", "*.txt")
 TOKEN_REMEDY = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -35,6 +36,33 @@ def fetch(name: str) -> Path:
     repo, revision = _parts(name)
     with _in_words(name, f"fetching {name}"):
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(FILES)))
+
+
+def data_here(name: str) -> Path | None:
+    """Find a data set's folder in the hub's cache, if it is there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repo, revision = _parts(name)
+    try:
+        return Path(
+            snapshot_download(
+                repo, repo_type="dataset", revision=revision, allow_patterns=list(DATA_FILES), local_files_only=True
+            )
+        )
+    except (LocalEntryNotFoundError, ValueError):
+        return None
+
+
+def fetch_data(name: str) -> Path:
+    """Return the folder of a data set of the hub, fetched where it is not in the hub's cache yet."""
+    from huggingface_hub import snapshot_download
+
+    repo, revision = _parts(name)
+    with _in_words(name, f"fetching the data set {name}", "data.source"):
+        return data_here(name) or Path(
+            snapshot_download(repo, repo_type="dataset", revision=revision, allow_patterns=list(DATA_FILES))
+        )
 
 
 @contextmanager
@@ -69,14 +97,14 @@ def _parts(name: str) -> tuple[str, str | None]:
 
 
 @contextmanager
-def _in_words(name: str, doing: str) -> Iterator[None]:
+def _in_words(name: str, doing: str, key: str = "model.path") -> Iterator[None]:
     import httpx
     from huggingface_hub import errors
 
     try:
         yield
     except (OSError, httpx.HTTPError, errors.HFValidationError, errors.EntryNotFoundError) as error:
-        raise _explained(name, doing, list(_causes(error))) from error
+        raise _explained(name, doing, list(_causes(error)), key) from error
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -85,7 +113,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _explained(name: str, doing: str, causes: list[BaseException]) -> ModelError:
+def _explained(name: str, doing: str, causes: list[BaseException], key: str) -> ModelError:
     """Name the cause that is known; huggingface_hub wraps a refusal in a file that was not found."""
     from huggingface_hub import errors
 
@@ -97,7 +125,7 @@ def _explained(name: str, doing: str, causes: list[BaseException]) -> ModelError
     if met(errors.GatedRepoError):
         return ModelError(
             f"{doing}: {repo} is gated: its owners let only those in who have agreed to their terms",
-            f"agree on the model's page at the hub, then {TOKEN_REMEDY}",
+            f"agree on its page at the hub, then {TOKEN_REMEDY}",
         )
     if met(errors.RepositoryNotFoundError):
         return ModelError(
@@ -105,16 +133,17 @@ def _explained(name: str, doing: str, causes: list[BaseException]) -> ModelError
             f"look at its spelling; if it is private, {TOKEN_REMEDY}",
         )
     if met(errors.RevisionNotFoundError):
-        return ModelError(f"{doing}: {repo} has no revision {revision}", f"model.path={repo} takes its newest")
+        return ModelError(f"{doing}: {repo} has no revision {revision}", f"{key}={repo} takes its newest")
     if met(errors.LocalTokenNotFoundError) or any(_status(cause) in (401, 403) for cause in causes):
         return ModelError(f"{doing}: the hub refuses: you have no right to it", TOKEN_REMEDY)
     if met(errors.HFValidationError):
         return ModelError(f"{doing}: {causes[0]}", "write org/name")
+    how = " --repo-type dataset" if key == "data.source" else ""
     first = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0][:200]
     return ModelError(
         f"{doing}: it is neither a folder here nor in the hub's cache, and the hub cannot be reached ({first})",
-        f"where there is a network: `hf download {repo} --local-dir FOLDER`, then copy FOLDER here and set "
-        "model.path=FOLDER; HF_ENDPOINT names a mirror",
+        f"where there is a network: `hf download {repo}{how} --local-dir FOLDER`, then copy FOLDER here and set "
+        f"{key}=FOLDER; HF_ENDPOINT names a mirror",
     )
 
 
