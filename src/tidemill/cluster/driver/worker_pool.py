@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -53,6 +54,43 @@ class Member:
         self.name = self.post.name
 
 
+class Answers:
+    """Collects the answers of many members. Each is looked at once, when it comes: with thousands of members, looking
+    at all of them whenever one has answered would cost the square of their number."""
+
+    def __init__(self, futures: dict[str, Future[Any]], events: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        self._futures, self._events = futures, events
+        self._came: deque[Future[Any]] = deque()  # filled by any thread
+        distinct = {id(f): f for f in futures.values()}  # one future may answer for many
+        self._left = len(distinct)
+        self._has_failed = False
+        for future in distinct.values():
+            future.add_done_callback(self._comes)
+
+    def _comes(self, future: Future[Any]) -> None:
+        self._came.append(future)
+        self._events.put(None)
+
+    @property
+    def are_in(self) -> bool:
+        """Whether all have answered, or one has failed."""
+        while self._came:
+            future = self._came.popleft()
+            self._left -= 1
+            self._has_failed = self._has_failed or bool(future.exception() or future.result().failure)
+        return not self._left or self._has_failed
+
+    def missing(self) -> list[str]:
+        return [name for name, f in self._futures.items() if not f.done()]
+
+    def found(self) -> list[tuple[str, Future[Any]]]:
+        """Those that are in, lost workers' first."""
+        if not self._has_failed:
+            return list(self._futures.items())
+        done = [(name, f) for name, f in self._futures.items() if f.done()]
+        return sorted(done, key=lambda pair: pair[1].exception() is None)
+
+
 class WorkerPool:
     """`build` makes a started process a worker and returns the future of its readiness; `on_ready` is called for
     each that comes up; `on_lost` for each that is lost, and returns whether to start it again."""
@@ -76,6 +114,7 @@ class WorkerPool:
         self.changes = 0  # of who is there, and in which state
         self.moves = 0  # times that a worker was heard to have moved on
         self._by_group: dict[str, list[Member]] = {}
+        self._by_engine: dict[tuple[str, int], list[Member]] = {}
         self._looked, self._calm_at = 0.0, -1
         self._spawned = 0
         self.received_bytes = 0  # of all answers, as sent
@@ -91,17 +130,27 @@ class WorkerPool:
         return [m for m in self._group(group) if m.state == "ready" or not ready]
 
     def _group(self, name: str) -> list[Member]:
-        if not self._by_group:
-            for member in self.members.values():
-                self._by_group.setdefault(member.post.group.name, []).append(member)
+        self._sort()
         return self._by_group.get(name, [])
+
+    def _sort(self) -> None:
+        """Find who is together, after members have come or gone."""
+        if self._by_group:
+            return
+        self._by_engine = {}
+        for member in self.members.values():
+            group = member.post.group.name
+            self._by_group.setdefault(group, []).append(member)
+            self._by_engine.setdefault((group, member.post.engine), []).append(member)
+        for mates in self._by_engine.values():
+            mates.sort(key=lambda member: member.post.rank)
 
     @property
     def ready(self) -> list[Member]:
         return [m for m in self.members.values() if m.state == "ready"]
 
-    def learners(self) -> list[Member]:
-        return list(self._group(LEARNER))
+    def learners(self) -> Sequence[Member]:
+        return self._group(LEARNER)
 
     @property
     def acting(self) -> list[Member]:
@@ -114,10 +163,8 @@ class WorkerPool:
 
     def mates(self, member: Member) -> list[Member]:
         """Return the members that share an engine with it, itself included, first rank first."""
-        post = member.post
-        first = post.engine * post.group.engine_ranks
-        names = (f"{post.group.name}-{rank}" for rank in range(first, first + post.group.engine_ranks))
-        return [m for name in names if (m := self.members.get(name)) is not None]
+        self._sort()
+        return list(self._by_engine.get((member.post.group.name, member.post.engine), ()))
 
     def engines(self, group: str) -> list[Member]:
         """Return the first ranks of complete engines."""
@@ -347,30 +394,30 @@ class WorkerPool:
     ) -> dict[str, R]:
         """Return each one's answer. Raises `WorkerLost` when one is lost or late, and a `Failure` as its exception."""
         requests = {m.name: asked(m) for m in members}
-        futures = {m.name: self.send(m, requests[m.name]) for m in members}
+        answers = Answers({m.name: self._ask(m, requests[m.name]) for m in members}, self._events)
         deadline = self.starter.now() + within_s
-        while not all(f.done() for f in futures.values()):
-            if any(f.done() and (f.exception() or f.result().failure) for f in futures.values()):
-                break
+        while not answers.are_in:
             self.check()
             meanwhile()
             if self.starter.now() > deadline:
-                late = [name for name, f in futures.items() if not f.done()]
+                late = answers.missing()
                 what = requests[late[0]].name
                 raise WorkerLost(f"{', '.join(late)} did not finish {what!r} within {within_s:g} s")
             self.pump(0.2)
-        done = sorted(futures.items(), key=lambda pair: pair[1].exception() is None if pair[1].done() else True)
-        return {name: self.unwrap(name, f) for name, f in done if f.done()}
+        return {name: self.unwrap(name, f) for name, f in answers.found()}
 
     def send(self, member: Member, asked: Request[Any]) -> Future[Any]:
         """Send without waiting; the driver wakes when it is done."""
+        future = self._ask(member, asked)
+        future.add_done_callback(lambda _: self._events.put(None))
+        return future
+
+    def _ask(self, member: Member, asked: Request[Any]) -> Future[Any]:
         if member.handle is None or member.state != "ready":
             gone: Future[Any] = Future()
             gone.set_exception(WorkerLost(f"{member.name} is not there"))
             return gone
-        future = member.handle.call(asked)
-        future.add_done_callback(lambda _: self._events.put(None))
-        return future
+        return member.handle.call(asked)
 
     def unwrap(self, name: str, future: Future[Any]) -> Any:
         answer: Answer = future.result()
