@@ -234,7 +234,10 @@ class LocalDock:
 
 
 def with_waiting(state: DockState, waiters: Waiters, puts_waiting: int, put_wait_s: float) -> DockState:
-    stages = {name: replace(counts, waiting=waiters.count(name)) for name, counts in state.stages.items()}
+    waiting = {name: n for name in state.stages if (n := waiters.count(name))}
+    if not waiting and not puts_waiting and not put_wait_s:
+        return state
+    stages = state.stages | {name: replace(state.stages[name], waiting=n) for name, n in waiting.items()}
     return replace(state, stages=stages, puts_waiting=puts_waiting, put_wait_s=put_wait_s)
 
 

@@ -90,8 +90,7 @@ class Ledger:
             self.effects.append(("put", ids, group, sizes, what, tag, now))
         slots = life.enter(self, ids[fresh], group[fresh], what, fresh, tag, now)
         if self.group_stages:
-            for i, slot in enumerate(slots.tolist()):
-                self.groups.join(keys[i], slot, known[i] if known else None)
+            self.groups.join(keys, slots.tolist(), known)
         written = self.columns.mask(what.columns)
         for c in self.controllers:
             if written & c.reads == c.reads:
@@ -275,6 +274,8 @@ class Ledger:
         )
 
     def _counts(self, c: Controller, now: float) -> StageCounts:
+        if not c.ready.count:
+            return StageCounts(ready=0, leased=c.leased, done=c.done)
         head = c.slots(c.ready.first(1))
         # the clock may have restarted with the machine since the rows arrived
         oldest_s = max(0.0, float(now - self.rows.born[head].min())) if len(head) else 0.0

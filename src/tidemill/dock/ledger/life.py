@@ -68,9 +68,10 @@ def finish(ledger: Ledger, c: Controller, lease: int, kept: Ints, places: Ints, 
         del ledger.committed[next(iter(ledger.committed))]
     c.done += len(kept)
     if c.is_group:
-        for key in rows.group[kept].tolist():
-            ledger.groups[key].ready[c.group_index] -= 1
-            ledger.groups[key].consumed[c.group_index] += 1
+        for key, n in Counter(rows.group[kept].tolist()).items():
+            group = ledger.groups[key]
+            group.ready[c.group_index] -= n
+            group.consumed[c.group_index] += n
     end(ledger, gone)
     free_rows(ledger, gone[(rows.state[gone] == ENDING) & (rows.leased[gone] == 0)])
     rows.pending[kept] &= ~c.bit
@@ -110,7 +111,7 @@ def _spread_news(ledger: Ledger, slots: Ints, what: Written) -> None:
     before = rows.written[slots]
     rows.written[slots] = now = before | news
     for c in ledger.controllers:
-        if what.version is not None:
+        if what.version is not None and c.ready.has_orders:
             c.ready.rekey(units(ledger, c, slots))
         if news & c.reads:
             became = (now & c.reads == c.reads) & (before & c.reads != c.reads)
@@ -124,18 +125,24 @@ def make_ready(ledger: Ledger, c: Controller, slots: Ints) -> None:
         c.ready.add(slots)
         ledger.touched.add(c.stage.name)
         return
-    for key in ledger.rows.group[slots].tolist():
-        ledger.groups[key].ready[c.group_index] += 1
-        queue_if_complete(ledger, c, key)
+    keys = ledger.rows.group[slots].tolist()
+    came, complete = Counter(keys), []
+    for key in reversed(dict.fromkeys(reversed(keys))):  # a group is complete with its last row
+        group = ledger.groups[key]
+        group.ready[c.group_index] += came[key]
+        if group.is_complete(c.group_index) and not c.ready.has_one(group.handle):
+            complete.append(group.handle)
+    if complete:
+        c.ready.add(np.array(complete, np.int64))
+        ledger.touched.add(c.stage.name)
     if ledger.groups.has_unsized:  # waiting consumers get an error: the group can never come
         ledger.touched.add(c.stage.name)
 
 
 def queue_if_complete(ledger: Ledger, c: Controller, key: int, front: bool = False) -> None:
     group = ledger.groups[key]
-    handle = np.array([group.handle])
-    if group.is_complete(c.group_index) and not c.ready.has(handle)[0]:
-        c.ready.add(handle, front)
+    if group.is_complete(c.group_index) and not c.ready.has_one(group.handle):
+        c.ready.add(np.array([group.handle]), front)
         ledger.touched.add(c.stage.name)
 
 
@@ -217,7 +224,7 @@ def _leave_groups(ledger: Ledger, slots: Ints) -> None:
                 group.consumed[c.group_index] -= 1
             elif rows.written[slot] & c.reads == c.reads:
                 group.ready[c.group_index] -= 1
-        ledger.groups.left(group.key, slot, dropped=True)
+        ledger.groups.left(group.key, slot)
     for group in touched.values():
         for c in ledger.group_stages:
             if not group.is_complete(c.group_index):
@@ -253,8 +260,8 @@ def free_rows(ledger: Ledger, slots: Ints) -> None:
     ledger.counts.leave(rows.id[slots])
     ledger.ended += len(slots)
     if ledger.group_stages:
-        for slot in slots[rows.state[slots] == LIVE].tolist():
-            ledger.groups.left(int(rows.group[slot]), slot, dropped=False)
+        live = slots[rows.state[slots] == LIVE]
+        ledger.groups.passed(rows.group[live].tolist(), live.tolist())
     clear(ledger, slots)
 
 
