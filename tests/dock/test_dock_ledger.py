@@ -128,13 +128,14 @@ class LedgerLife(RuleBasedStateMachine):
     def retag(self, groups, tag):
         self.ledger.retag(groups, tag)
         rows = self.ledger.rows
-        tags = {int(g): self.ledger.tags[t] for g, t in zip(rows.group[self.live()], rows.tag[self.live()])}
-        assert all(tags[g] == tag for g in groups & tags.keys())
+        tag_of = {int(i): self.ledger.tags[t] for i, t in zip(rows.id[self.live()], rows.tag[self.live()])}
+        tags = {g: {tag_of[i] for i in tag_of if i // SIZE == g} for g in {i // SIZE for i in tag_of}}
+        assert all(tags[g] == {tag} for g in groups & tags.keys())
         for name in NAMES:
             whole = [g for g in tags if all(i in self.consumed[name] | self.ended for i in self.ids_of(g))]
             for other in ("", "kept", "taken"):
-                assert self.ledger.finished(name, other) == sorted(g for g in whole if tags[g] == other)
-                pending = [i for i in self.here() - self.consumed[name] if tags[i // SIZE] == other]
+                assert self.ledger.finished(name, other) == sorted(g for g in whole if tags[g] == {other})
+                pending = [i for i in self.here() - self.consumed[name] if tag_of[i] == other]
                 assert self.ledger.progress(name, other).pending == len(pending)
 
     def live(self):

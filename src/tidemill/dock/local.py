@@ -136,7 +136,7 @@ class LocalDock:
         written, stored = split(outputs, self._read_somewhere, self._watch)
         own = _own(stored)
         with self._lock:
-            placed = self._store(replace(written, counts=counts), own)
+            placed = self._store(written if counts is None else replace(written, counts=counts), own)
             try:
                 self._ledger.commit(grant.lease, placed, drop, self._clock())
             except DockError:
@@ -253,6 +253,8 @@ def _own(rows: Batch) -> Batch:
 
 
 def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if not array.flags.writeable and array.base is None:
+        return array  # its owner has given up writing to it
     copy = np.array(array, order="C")
     copy.flags.writeable = False
     return copy

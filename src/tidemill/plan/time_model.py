@@ -97,7 +97,7 @@ class TimeModel:
         p = self.config.learn.parallel
         return Cut(tp=p.tp, pp=p.pp, ep=p.ep, cp=p.cp)
 
-    @property
+    @cached_property
     def engine_grid(self) -> Grid:
         return Grid() if self.config.cluster.executor == "local" else Grid.of(self.config.rollout)
 

@@ -107,7 +107,7 @@ class Conductor:
         begin = request(WorkerCommands.begin, self.first_group, self.tag)
         self.pool.call_all(self._learners(), lambda _: begin)
         for member in acting:
-            if not member.post.group.learns:
+            if not member.learns:
                 self.pool.send(member, begin)
         return fed
 

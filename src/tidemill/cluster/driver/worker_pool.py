@@ -48,10 +48,16 @@ class Member:
     not_before: float = 0.0
     last_error: str = ""
     dock: str = ""  # the dock it was sent to
-    name: str = field(init=False)
+    name: str = field(init=False)  # the post's, asked for thousands of times a step
+    learns: bool = field(init=False)
+    leads: bool = field(init=False)
+    acts: bool = field(init=False)
+    engine: tuple[str, int] = field(init=False)  # its group, and which of the group's engines it is a part of
 
     def __post_init__(self) -> None:
-        self.name = self.post.name
+        post = self.post
+        self.name, self.learns, self.leads, self.acts = post.name, post.group.learns, post.leads, post.acts
+        self.engine = post.group.name, post.engine
 
 
 class Answers:
@@ -139,9 +145,8 @@ class WorkerPool:
             return
         self._by_engine = {}
         for member in self.members.values():
-            group = member.post.group.name
-            self._by_group.setdefault(group, []).append(member)
-            self._by_engine.setdefault((group, member.post.engine), []).append(member)
+            self._by_group.setdefault(member.post.group.name, []).append(member)
+            self._by_engine.setdefault(member.engine, []).append(member)
         for mates in self._by_engine.values():
             mates.sort(key=lambda member: member.post.rank)
 
@@ -155,7 +160,7 @@ class WorkerPool:
     @property
     def acting(self) -> list[Member]:
         """Those who have something to do of their own: not the ranks of an engine that follow its first."""
-        return [m for m in self.members.values() if m.state == "ready" and m.post.acts]
+        return [m for m in self.members.values() if m.state == "ready" and m.acts]
 
     def become(self, member: Member, state: State) -> None:
         member.state, member.since = state, self.starter.now()
@@ -164,11 +169,11 @@ class WorkerPool:
     def mates(self, member: Member) -> list[Member]:
         """Return the members that share an engine with it, itself included, first rank first."""
         self._sort()
-        return list(self._by_engine.get((member.post.group.name, member.post.engine), ()))
+        return list(self._by_engine.get(member.engine, ()))
 
     def engines(self, group: str) -> list[Member]:
         """Return the first ranks of complete engines."""
-        leaders = [m for m in self.of(group) if m.post.leads]
+        leaders = [m for m in self.of(group) if m.leads]
         return [m for m in leaders if self.is_complete(m)]
 
     def is_complete(self, member: Member) -> bool:
@@ -180,10 +185,10 @@ class WorkerPool:
         known: dict[tuple[str, int], bool] = {}
         found = []
         for member in members:
-            key = member.post.group.name, member.post.engine
-            if key not in known:
-                known[key] = self.is_complete(member)
-            if known[key]:
+            is_whole = known.get(member.engine)
+            if is_whole is None:
+                is_whole = known[member.engine] = self.is_complete(member)
+            if is_whole:
                 found.append(member)
         return found
 

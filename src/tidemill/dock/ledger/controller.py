@@ -231,6 +231,7 @@ class Columns:
         self._controllers, self._bits = controllers, bits
         self._of_part = [set[str]()] + [set(c.stage.writes) for c in controllers]
         self._masks: dict[tuple[str, ...], np.uint64] = {}
+        self._news: dict[tuple[str, ...], tuple[np.uint64, list[Controller]]] = {}
         self._parts: dict[tuple[str, ...], list[int]] = {}
         self.readers = self._find_readers()  # by part, the stages that read some of it
 
@@ -242,6 +243,13 @@ class Columns:
         if columns not in self._masks:
             self._masks[columns] = np.uint64(sum(self._bits.get(column, 0) for column in {*columns, *META[:2]}))
         return self._masks[columns]
+
+    def news(self, columns: tuple[str, ...]) -> tuple[np.uint64, list[Controller]]:
+        """Return the mask of columns, and the stages that read some of them."""
+        if columns not in self._news:
+            mask = self.mask(columns)
+            self._news[columns] = mask, [c for c in self._controllers if mask & c.reads]
+        return self._news[columns]
 
     def parts_with(self, columns: tuple[str, ...]) -> list[int]:
         """Return the parts that may hold some of these columns."""

@@ -10,7 +10,7 @@ import numpy as np
 from tidemill.dock.ledger import life
 from tidemill.dock.ledger.counts import Counts
 from tidemill.dock.ledger.records import NO_VERSION, Ints, Written
-from tidemill.dock.ledger.table import LIVE
+from tidemill.dock.ledger.table import LIVE, Rows
 
 if TYPE_CHECKING:
     from tidemill.dock.ledger.ledger import Ledger
@@ -89,7 +89,7 @@ def redo(ledger: Ledger, effect: tuple[Any, ...]) -> None:
                 life.units(ledger, c, np.concatenate([kept, ended]))
             )  # leases are not recorded: nobody holds it
             life.count(ledger, _in_order(ids, places, gone), written)
-            life.finish(ledger, c, lease, kept, places, written, ended)
+            life.finish(ledger, c, lease, Rows.at(kept), places, written, ended)
         case ("advance", version):
             ledger.version = version
         case ("retag", ids, tag):

@@ -78,13 +78,18 @@ def group_counts(batch: Batch, kept: Any) -> Counts:
     """Return counts of whole groups. What counts once per group is kept with its first row."""
     sums: list[dict[str, float]] = [{} if is_kept else {"dropped_samples": 1.0} for is_kept in kept.tolist()]
     means: list[dict[str, float]] = [{} for _ in sums]
-    for group in np.unique(batch.values(GROUP)):
-        rows = np.flatnonzero(batch.values(GROUP) == group)
-        if not kept[rows].all():
-            sums[rows[0]]["dropped_groups"] = float(not kept[rows].any())
-        if "reward" in batch:
-            own = batch.values("reward")[rows]
-            means[rows[0]] = {"equal_reward_groups": float(own.max() == own.min()), "reward_std": float(own.std())}
+    groups = batch.values(GROUP)
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order[:1]] - 1)).tolist()
+    reward = batch.values("reward")[order] if "reward" in batch else None
+    stays = kept[order]
+    for start, end in zip(starts, [*starts[1:], len(order)]):
+        first = int(order[start])
+        if not stays[start:end].all():
+            sums[first]["dropped_groups"] = float(not stays[start:end].any())
+        if reward is not None:
+            own = reward[start:end]
+            means[first] = {"equal_reward_groups": float(own.max() == own.min()), "reward_std": float(own.std())}
     return Counts.of_rows(sums, means)
 
 
