@@ -243,13 +243,14 @@ def with_waiting(state: DockState, waiters: Waiters, puts_waiting: int, put_wait
 
 def _own(rows: Batch) -> Batch:
     """Return a copy that neither the producer nor a reader can change afterwards."""
-    columns: dict[str, Column] = {}
-    for name, given in rows.items():
-        c = given.base
-        columns[name] = Column(_frozen(c.values), None if c.offsets is None else _frozen(c.offsets), c.is_text)
-        if given.index is not None:
-            columns[name] = columns[name].grouped(_frozen(given.index))
-    return Batch(columns)
+    return Batch({name: _own_column(column) for name, column in rows.items()})
+
+
+def _own_column(given: Column) -> Column:
+    c = given.base
+    values, offsets = _frozen(c.values), None if c.offsets is None else _frozen(c.offsets)
+    own = c if values is c.values and offsets is c.offsets else Column(values, offsets, c.is_text)
+    return own if given.index is None else own.grouped(_frozen(given.index))
 
 
 def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

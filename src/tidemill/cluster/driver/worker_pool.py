@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pickle
 import queue
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tidemill.cluster.commands import HostCommands, Request, request
+from tidemill.cluster.driver.answers import Answers
 from tidemill.cluster.report import Answer, Failure, WorkerReady, WorkerReport
 from tidemill.cluster.start.handle import Handle, Starter, WorkerLost
 from tidemill.cluster.wiring import LEARNER, Post, Wiring
@@ -58,43 +58,6 @@ class Member:
         post = self.post
         self.name, self.learns, self.leads, self.acts = post.name, post.group.learns, post.leads, post.acts
         self.engine = post.group.name, post.engine
-
-
-class Answers:
-    """Collects the answers of many members. Each is looked at once, when it comes: with thousands of members, looking
-    at all of them whenever one has answered would cost the square of their number."""
-
-    def __init__(self, futures: dict[str, Future[Any]], events: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-        self._futures, self._events = futures, events
-        self._came: deque[Future[Any]] = deque()  # filled by any thread
-        distinct = {id(f): f for f in futures.values()}  # one future may answer for many
-        self._left = len(distinct)
-        self._has_failed = False
-        for future in distinct.values():
-            future.add_done_callback(self._comes)
-
-    def _comes(self, future: Future[Any]) -> None:
-        self._came.append(future)
-        self._events.put(None)
-
-    @property
-    def are_in(self) -> bool:
-        """Whether all have answered, or one has failed."""
-        while self._came:
-            future = self._came.popleft()
-            self._left -= 1
-            self._has_failed = self._has_failed or bool(future.exception() or future.result().failure)
-        return not self._left or self._has_failed
-
-    def missing(self) -> list[str]:
-        return [name for name, f in self._futures.items() if not f.done()]
-
-    def found(self) -> list[tuple[str, Future[Any]]]:
-        """Those that are in, lost workers' first."""
-        if not self._has_failed:
-            return list(self._futures.items())
-        done = [(name, f) for name, f in self._futures.items() if f.done()]
-        return sorted(done, key=lambda pair: pair[1].exception() is None)
 
 
 class WorkerPool:
@@ -398,31 +361,42 @@ class WorkerPool:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[str, R]:
         """Return each one's answer. Raises `WorkerLost` when one is lost or late, and a `Failure` as its exception."""
-        requests = {m.name: asked(m) for m in members}
-        answers = Answers({m.name: self._ask(m, requests[m.name]) for m in members}, self._events)
+        answers = self.ask_all(members, asked)
         deadline = self.starter.now() + within_s
         while not answers.are_in:
             self.check()
             meanwhile()
             if self.starter.now() > deadline:
                 late = answers.missing()
-                what = requests[late[0]].name
+                what = next(asked(m).name for m in members if m.name == late[0])
                 raise WorkerLost(f"{', '.join(late)} did not finish {what!r} within {within_s:g} s")
             self.pump(0.2)
-        return {name: self.unwrap(name, f) for name, f in answers.found()}
+        values: dict[int, R] = {}  # by future: one may answer for thousands
+        told = {}
+        for name, future in answers.found():
+            if id(future) not in values:
+                values[id(future)] = self.unwrap(name, future)
+            told[name] = values[id(future)]
+        return told
+
+    def ask_all(self, members: Iterable[Member], asked: Callable[[Member], Request[Any]]) -> Answers:
+        """Send without waiting; the driver wakes with each answer."""
+        futures = {
+            m.name: m.handle.call(asked(m)) if m.handle is not None and m.state == "ready" else _gone(m)
+            for m in members
+        }
+        return Answers(futures, self._events)
 
     def send(self, member: Member, asked: Request[Any]) -> Future[Any]:
         """Send without waiting; the driver wakes when it is done."""
-        future = self._ask(member, asked)
-        future.add_done_callback(lambda _: self._events.put(None))
+        if member.handle is None or member.state != "ready":
+            return _gone(member)
+        future = member.handle.call(asked)
+        future.add_done_callback(self._wake)
         return future
 
-    def _ask(self, member: Member, asked: Request[Any]) -> Future[Any]:
-        if member.handle is None or member.state != "ready":
-            gone: Future[Any] = Future()
-            gone.set_exception(WorkerLost(f"{member.name} is not there"))
-            return gone
-        return member.handle.call(asked)
+    def _wake(self, _: Future[Any]) -> None:
+        self._events.put(None)
 
     def unwrap(self, name: str, future: Future[Any]) -> Any:
         answer: Answer = future.result()
@@ -467,3 +441,9 @@ class WorkerPool:
             if member.handle is not None:
                 member.handle.kill()
         self.starter.close()
+
+
+def _gone(member: Member) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(WorkerLost(f"{member.name} is not there"))
+    return future

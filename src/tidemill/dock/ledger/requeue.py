@@ -21,6 +21,11 @@ def sift(ledger: Ledger, slots: Ints) -> None:
     if (ledger.max_staleness is None and not ledger.gone) or not len(slots):
         return
     rows = ledger.rows
+    if not ledger.gone and ledger.max_staleness is not None:
+        versions = rows.version[slots]
+        is_old = (ledger.version - versions > ledger.max_staleness) & (versions != NO_VERSION)
+        if not is_old.any():  # the usual case
+            return
     slots = slots[(rows.state[slots] == LIVE) & (rows.leased[slots] == 0)]
     if ledger.gone:
         is_lost = np.isin(rows.chunk[:, slots], np.fromiter(ledger.gone, np.int64)).any(axis=0)
