@@ -4,7 +4,7 @@ cannot continue, it begins again at another dock, before any weight has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.commands import OpenedStep, WorkerCommands, request
@@ -215,7 +215,7 @@ class Conductor:
 
     # Members
 
-    def _learners(self) -> list[Member]:
+    def _learners(self) -> Sequence[Member]:
         return self.pool.learners()
 
     def _work_on(self, stages: Iterable[str]) -> None:

@@ -64,7 +64,7 @@ class Publisher:
             self._all_served = now
         return found
 
-    def _engines(self) -> list[Member]:
+    def _engines(self) -> Sequence[Member]:
         """List all ranks of engines that are complete."""
         group = self.pool.wiring.engines
         if group.learns:
