@@ -1,6 +1,9 @@
 """Runs on processes of one machine, 1 to 4 rollout workers under three schedules, with all that a prediction needs.
 
     OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= python benchmarks/_plan_cpu.py --out FOLDER   # minutes, on 8 quiet cores
+    … python benchmarks/_plan_cpu.py --out FOLDER --steps 6 --minutes 15                   # on 2 quiet cores
+
+With `--minutes` no run is begun that would end later, judged by the longest so far; those left out are named.
 
 FOLDER gets a calibration of the machine's processor, and a folder a run: its settings, metrics, samples and timeline.
 """
@@ -24,12 +27,12 @@ STEPS = 8
 KEPT = ("config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "timeline")
 
 
-def cases(workers: tuple[int, ...] = (1, 2, 3, 4)) -> Iterator[tuple[str, dict[str, Any]]]:
+def cases(workers: tuple[int, ...] = (1, 2, 3, 4), steps: int = STEPS) -> Iterator[tuple[str, dict[str, Any]]]:
     for rollouts in workers:
         for schedule in SCHEDULES:
-            yield f"{schedule}-{rollouts}", recipe(schedule, rollouts)
+            yield f"{schedule}-{rollouts}", recipe(schedule, rollouts, steps=steps)
     if len(workers) > 1:
-        yield "sync-2-learners", recipe("sync", 2, learners=2)
+        yield "sync-2-learners", recipe("sync", 2, learners=2, steps=steps)
 
 
 def recipe(schedule: str, rollouts: int, learners: int = 1, steps: int = STEPS) -> dict[str, Any]:
@@ -87,16 +90,26 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--out", default=os.environ.get("OUT", "."))
     options.add_argument("--workers", default="1,2,3,4")
+    options.add_argument("--steps", type=int, default=STEPS, help="of each run; the first two are not compared")
+    options.add_argument("--minutes", type=float, default=float("inf"))
     asked = options.parse_args()
+    if asked.steps < 3:
+        options.error("--steps: the first two are not compared; ask for 3 or more")
     out = Path(asked.out)
     began = time.perf_counter()
     calibrate(out)
-    for name, settings in cases(tuple(int(n) for n in asked.workers.split(","))):
+    longest = 0.0
+    for name, settings in cases(tuple(int(n) for n in asked.workers.split(",")), asked.steps):
+        last = time.perf_counter()
+        if last - began + longest > 60 * asked.minutes:
+            print(f"{name}: left out, for want of time", flush=True)
+            continue
         try:
             step_s = run(name, settings, out)
             print(f"{name}: {step_s:.4f} s a step, {time.perf_counter() - began:.0f} s in", flush=True)
         except Exception as error:
             print(f"{name}: failed: {error!r}"[:800], flush=True)
+        longest = max(longest, time.perf_counter() - last)
     shutil.rmtree(out / "runs", ignore_errors=True)
 
 

@@ -206,6 +206,9 @@ class Batch(Mapping[str, Column]):
         except KeyError:
             raise KeyError(f"no column {name!r}; this batch has {', '.join(self._columns) or 'none'}") from None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,6 +15,7 @@ from tidemill import device
 from tidemill.algorithms.shared.registry import get
 from tidemill.cluster.commands import Request, WorkerCommands, request
 from tidemill.cluster.driver import stall, status
+from tidemill.cluster.driver.answers import Answers
 from tidemill.cluster.driver.driver import Driver
 from tidemill.cluster.driver.evaluation import evaluated
 from tidemill.cluster.driver.placement import PlacementError, check
@@ -261,3 +263,36 @@ def test_one_device_is_shared_by_all_processes(monkeypatch: pytest.MonkeyPatch) 
     config = Config.model_validate({"cluster": {"executor": "processes", "learners": 1, "rollouts": 2}})
     starter = ProcessStarter(SimpleNamespace())  # type: ignore[arg-type]
     check(wire(config, get("grpo").graph(config), "GPU"), starter.nodes(), config.cluster)
+
+
+class Counted(Future[Any]):
+    """A future that counts how often it was looked at."""
+
+    looks = 0
+
+    def done(self) -> bool:
+        Counted.looks += 1
+        return super().done()
+
+
+def test_an_answer_of_many_is_looked_at_once() -> None:
+    futures = {f"worker-{i}": Counted() for i in range(200)}
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    answers = Answers(dict(futures), events)
+    Counted.looks = 0
+    for i, future in enumerate(futures.values()):
+        assert not answers.are_in
+        future.set_result(Answer(i))
+    assert answers.are_in and [f.result().value for _, f in answers.found()] == list(range(200))
+    assert Counted.looks <= 2 * len(futures) and events.qsize() == len(futures)
+
+
+def test_one_future_may_answer_for_many_and_a_failure_comes_first() -> None:
+    shared, lost, late = (Future[Any]() for _ in range(3))
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    answers = Answers({"a": shared, "b": shared, "c": late, "d": lost}, events)
+    shared.set_result(Answer(1))
+    assert not answers.are_in and events.qsize() == 1
+    lost.set_exception(WorkerLost("gone"))
+    assert answers.are_in and answers.missing() == ["c"]
+    assert [name for name, _ in answers.found()] == ["d", "a", "b"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tidemill.batch import Batch
 from tidemill.dock import LocalDock, Want
-from tidemill.dock.ledger.sampler import Units, balance, differing, longest_first, prefix, shuffle
+from tidemill.dock.ledger.sampler import Units, balance, differing, longest_first, prefix, shuffle, spread_over_empty
 from tidemill.errors import DockError
 from tidemill.graph import Stage
 
@@ -28,6 +28,35 @@ def test_a_prefix_respects_the_token_budget_and_could_not_be_longer(tokens, budg
     assert n == 1 or sum(tokens[:n]) <= budget
     assert n <= rows
     assert n == len(tokens) or n == rows or sum(tokens[: n + 1]) > budget
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=8))
+def test_ranks_without_work_get_it_from_those_with_most_units(drawn):
+    parts, sizes = [], []
+    for part in drawn:
+        parts.append(list(range(len(sizes), len(sizes) + len(part))))
+        sizes += part
+    plain = [list(part) for part in parts]
+    for part in plain:
+        if not part:
+            donor = max(plain, key=lambda p: (len(p) > 1, len(p)))
+            if len(donor) > 1:
+                part.append(donor.pop(donor.index(min(donor, key=lambda unit: sizes[unit]))))
+    spread_over_empty(np.array(sizes, np.int64), parts)
+    assert parts == plain
+
+
+def test_thousands_of_ranks_without_work_cost_no_search_each():
+    looked = 0
+
+    class Part(list):
+        def __len__(self):
+            nonlocal looked
+            looked += 1
+            return super().__len__()
+
+    spread_over_empty(np.ones(900, np.int64), [Part([i] if i < 900 else []) for i in range(2500)])
+    assert looked < 10 * 2500
 
 
 @given(lengths, st.integers(1, 9))

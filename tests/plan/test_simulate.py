@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 
 from tests.plan.test_model import config_of
+from tidemill.cluster.driver import conductor
 from tidemill.plan import hardware, lengths
 from tidemill.plan.lengths import Lengths
 from tidemill.plan.simulate.failures import Faults
@@ -89,6 +91,22 @@ def test_a_thousand_devices_take_seconds() -> None:
     model = TimeModel(config, hardware.cluster_of("H200", 128))
     found = simulate(model, lengths.of(config, "256,600"), steps=2)
     assert model.devices == 1024 and len(found.steps) == 2 and found.took_s < 60
+
+
+@pytest.mark.parametrize("schedule", ["streamed", "async"])
+def test_steps_take_the_same_however_often_the_driver_looks_at_the_dock(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = simulated(flow={"schedule": schedule})
+    monkeypatch.setattr(conductor, "MANY", 1)  # as rarely as with thousands of workers for each that is here
+    seldom = simulated(flow={"schedule": schedule})
+    assert [s.end for s in seldom.steps] == pytest.approx([s.end for s in often.steps], abs=1e-9)
+
+
+def test_python_looks_for_garbage_as_before_when_a_simulation_is_over() -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    simulated(1)
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def test_tasks_that_share_a_core_take_as_long_as_their_work_together() -> None:

@@ -136,7 +136,7 @@ class LocalDock:
         written, stored = split(outputs, self._read_somewhere, self._watch)
         own = _own(stored)
         with self._lock:
-            placed = self._store(replace(written, counts=counts), own)
+            placed = self._store(written if counts is None else replace(written, counts=counts), own)
             try:
                 self._ledger.commit(grant.lease, placed, drop, self._clock())
             except DockError:
@@ -234,22 +234,28 @@ class LocalDock:
 
 
 def with_waiting(state: DockState, waiters: Waiters, puts_waiting: int, put_wait_s: float) -> DockState:
-    stages = {name: replace(counts, waiting=waiters.count(name)) for name, counts in state.stages.items()}
+    waiting = {name: n for name in state.stages if (n := waiters.count(name))}
+    if not waiting and not puts_waiting and not put_wait_s:
+        return state
+    stages = state.stages | {name: replace(state.stages[name], waiting=n) for name, n in waiting.items()}
     return replace(state, stages=stages, puts_waiting=puts_waiting, put_wait_s=put_wait_s)
 
 
 def _own(rows: Batch) -> Batch:
     """Return a copy that neither the producer nor a reader can change afterwards."""
-    columns: dict[str, Column] = {}
-    for name, given in rows.items():
-        c = given.base
-        columns[name] = Column(_frozen(c.values), None if c.offsets is None else _frozen(c.offsets), c.is_text)
-        if given.index is not None:
-            columns[name] = columns[name].grouped(_frozen(given.index))
-    return Batch(columns)
+    return Batch({name: _own_column(column) for name, column in rows.items()})
+
+
+def _own_column(given: Column) -> Column:
+    c = given.base
+    values, offsets = _frozen(c.values), None if c.offsets is None else _frozen(c.offsets)
+    own = c if values is c.values and offsets is c.offsets else Column(values, offsets, c.is_text)
+    return own if given.index is None else own.grouped(_frozen(given.index))
 
 
 def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if not array.flags.writeable and array.base is None:
+        return array  # its owner has given up writing to it
     copy = np.array(array, order="C")
     copy.flags.writeable = False
     return copy

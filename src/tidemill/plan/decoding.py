@@ -153,10 +153,11 @@ class DecodingClock:
         for _, _, sample in self.running:
             left[id(sample.trunk)] = left.get(id(sample.trunk), 0) + 1
         rows, held, at, spent = len(self.running), self.held, self.step, self.due_s
+        step_s, token_read_s, speed = self.time.step_s, self.time.token_read_s, self.speed
         for end, _, sample in sorted(self.running):
             steps = max(0, end - at)
             read = steps * held + rows * steps * (steps + 1) / 2
-            seconds = (steps * self.time.step_s(rows) + read * self.time.token_read_s) * self.speed
+            seconds = (steps * step_s(rows) + read * token_read_s) * speed
             if spent + seconds > most_s:
                 inside = int(steps * max(0.0, most_s - spent) / max(seconds, 1e-12))
                 return Span(most_s, at + inside - self.step)

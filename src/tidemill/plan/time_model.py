@@ -32,6 +32,7 @@ OVERLAP = 0.8  # share of the layers' arithmetic behind which weights are gather
 REWARD_S = 0.00015  # of one sample, where the rewards are rules
 SAMPLE_BYTES = 13  # of a token in the dock: itself, log-probability, version, mask
 THREADS_GAIN = 0.8  # of each thread that computes beside others, until they are measured together
+REMEMBERED = 4096  # prompts' reading times: groups of one length come again and again
 REFERENCE_DEVICE = "H200"  # whose efficiencies other devices borrow
 
 
@@ -78,6 +79,7 @@ class TimeModel:
         self.width = BYTES[config.model.dtype]
         self.overheads = overheads or (HERE if is_local else Overheads())
         self._steps: dict[int, float] = {}
+        self._prefills: dict[tuple[float, float, float], float] = {}
 
     def again(self, config: Config) -> TimeModel:
         """Keep machines, calibration and overheads under another recipe of the same model."""
@@ -97,7 +99,7 @@ class TimeModel:
         p = self.config.learn.parallel
         return Cut(tp=p.tp, pp=p.pp, ep=p.ep, cp=p.cp)
 
-    @property
+    @cached_property
     def engine_grid(self) -> Grid:
         return Grid() if self.config.cluster.executor == "local" else Grid.of(self.config.rollout)
 
@@ -140,11 +142,12 @@ class TimeModel:
 
     def step_s(self, rows: int) -> float:
         """A decoding step, its rows shared out by replicas, without what reading the cache takes."""
-        rows = -(-rows // self.engine_grid.dp)
-        if rows not in self._steps:
-            cost = features.decode(self.made, self.shape, rows, 0.0, self.width, self.engine_cut)
-            self._steps[rows] = self.made.seconds(cost) + self._engine_exchange_s(rows)
-        return self._steps[rows]
+        known = self._steps.get(rows)
+        if known is None:
+            each = -(-rows // self.engine_grid.dp)
+            cost = features.decode(self.made, self.shape, each, 0.0, self.width, self.engine_cut)
+            known = self._steps[rows] = self.made.seconds(cost) + self._engine_exchange_s(each)
+        return known
 
     @cached_property
     def token_read_s(self) -> float:
@@ -157,6 +160,15 @@ class TimeModel:
         """Reading so many prompt tokens, beside what else the engine does."""
         if tokens <= 0:
             return 0.0
+        asked = tokens, pairs, ends
+        if (known := self._prefills.get(asked)) is not None:
+            return known
+        if len(self._prefills) >= REMEMBERED:
+            self._prefills.clear()
+        found = self._prefills[asked] = self._prefill_s(*asked)
+        return found
+
+    def _prefill_s(self, tokens: float, pairs: float, ends: float) -> float:
         tokens, pairs, ends = (n / self.engine_grid.dp for n in (tokens, pairs, ends))
         cost = features.prefill(self.made, self.shape, tokens, pairs, ends, self.width, self.engine_cut)
         return self.made.seconds(cost) + self._engine_exchange_s(tokens)

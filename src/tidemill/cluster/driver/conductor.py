@@ -4,7 +4,7 @@ cannot continue, it begins again at another dock, before any weight has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tidemill.cluster.commands import OpenedStep, WorkerCommands, request
@@ -107,7 +107,7 @@ class Conductor:
         begin = request(WorkerCommands.begin, self.first_group, self.tag)
         self.pool.call_all(self._learners(), lambda _: begin)
         for member in acting:
-            if not member.post.group.learns:
+            if not member.learns:
                 self.pool.send(member, begin)
         return fed
 
@@ -147,8 +147,8 @@ class Conductor:
     # Waiting
 
     def _until(self, is_over: Callable[[], bool], stop: Callable[[], bool]) -> None:
-        pause = LOOK_S[0]
-        most_s = LOOK_S[1] * max(1.0, len(self.pool.members) / MANY)
+        many = max(1.0, len(self.pool.members) / MANY)
+        pause, least_s, most_s = LOOK_S[0], LOOK_S[0] * many, LOOK_S[1] * many
         dock, is_stuck = self.driver.run_dock.dock, False
         while True:
             self.driver.check_learners()
@@ -174,7 +174,7 @@ class Conductor:
             if state.lost > self._lost_rows:
                 self._lost_rows = state.lost
                 self.pool.send(self.driver.feeder, request(WorkerCommands.feed_again))
-            pause = LOOK_S[0] if self._has_moved(state) else min(most_s, pause * 1.3)
+            pause = least_s if self._has_moved(state) else min(most_s, pause * 1.3)
             self.pool.pump(pause)
             is_stuck = self.pool.starter.is_stuck
 
@@ -215,7 +215,7 @@ class Conductor:
 
     # Members
 
-    def _learners(self) -> list[Member]:
+    def _learners(self) -> Sequence[Member]:
         return self.pool.learners()
 
     def _work_on(self, stages: Iterable[str]) -> None:

@@ -297,8 +297,8 @@ class Driver:
 
     def _from_all(self, asked: Request[R], members: Sequence[Member] | None = None) -> dict[str, R]:
         """Collect the answers of all workers, or of these; one that is lost meanwhile is left out."""
-        futures = {m.name: self.pool.send(m, asked) for m in (self.pool.ready if members is None else members)}
-        told = {}
+        futures = self.pool.ask_all(self.pool.ready if members is None else members, lambda _: asked).futures
+        told: dict[str, R] = {}
         deadline = self.starter.now() + self.config.cluster.stall_s
         for name, future in futures.items():
             while not future.done():

@@ -64,7 +64,7 @@ class Publisher:
             self._all_served = now
         return found
 
-    def _engines(self) -> list[Member]:
+    def _engines(self) -> Sequence[Member]:
         """List all ranks of engines that are complete."""
         group = self.pool.wiring.engines
         if group.learns:
@@ -86,11 +86,12 @@ class Publisher:
             learners = self.pool.learners()
             if gone := [m.name for m in learners if m.state != "ready"]:
                 raise WorkerLost(f"{', '.join(gone)} is lost: there is nothing to publish")
-            members = [*learners, *(m for m in alive if not m.post.group.learns)]
+            members = [*learners, *(m for m in alive if not m.learns)]
             try:
                 self._meet(alive)
                 self._move(members)
-                self.pool.call_all(alive, lambda _: request(WorkerCommands.take_up, self.version))
+                taken = request(WorkerCommands.take_up, self.version)
+                self.pool.call_all(alive, lambda _, taken=taken: taken)  # type: ignore[misc]
             except WorkerLost as lost:
                 last = str(lost)
                 self._unlink(members)
@@ -106,22 +107,22 @@ class Publisher:
         if self.pool.wiring.shares_tensors:
             return
         self._link(members)
-        told = self.pool.call_all(members, self._order_of, self.timeout_s + 5)
+        move, receive = request(WorkerCommands.move, self.version), request(HostCommands.receive, self.version)
+
+        def order(member: Member) -> Request[MoveReport]:
+            """Choose the command: an engine that continues serving writes the version aside; all others stop for it."""
+            return receive if self.serves_on and not member.learns else move
+
+        told = self.pool.call_all(members, order, self.timeout_s + 5)
         self.checked += sum(t.checked for t in told.values())
         self.nbytes += sum(t.nbytes for t in told.values())
         self.seconds = max(t.seconds for t in told.values())
-
-    def _order_of(self, member: Member) -> Request[MoveReport]:
-        """Choose the command: an engine that continues serving writes the version aside; all others stop for it."""
-        if self.serves_on and not member.post.group.learns:
-            return request(HostCommands.receive, self.version)
-        return request(WorkerCommands.move, self.version)
 
     def _meet(self, members: Sequence[Member]) -> None:
         """Join the ranks of each engine, once. Learners' engines share the learners' world, which exists already."""
         for leader in members:
             post = leader.post
-            if post.group.learns or post.group.engine_ranks == 1 or not post.leads:
+            if leader.learns or not leader.leads or post.group.engine_ranks == 1:
                 continue
             mates = self.pool.mates(leader)
             now = tuple(m.incarnation for m in mates)

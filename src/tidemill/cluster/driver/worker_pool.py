@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tidemill.cluster.commands import HostCommands, Request, request
+from tidemill.cluster.driver.answers import Answers
 from tidemill.cluster.report import Answer, Failure, WorkerReady, WorkerReport
 from tidemill.cluster.start.handle import Handle, Starter, WorkerLost
 from tidemill.cluster.wiring import LEARNER, Post, Wiring
@@ -47,10 +48,16 @@ class Member:
     not_before: float = 0.0
     last_error: str = ""
     dock: str = ""  # the dock it was sent to
-    name: str = field(init=False)
+    name: str = field(init=False)  # the post's, asked for thousands of times a step
+    learns: bool = field(init=False)
+    leads: bool = field(init=False)
+    acts: bool = field(init=False)
+    engine: tuple[str, int] = field(init=False)  # its group, and which of the group's engines it is a part of
 
     def __post_init__(self) -> None:
-        self.name = self.post.name
+        post = self.post
+        self.name, self.learns, self.leads, self.acts = post.name, post.group.learns, post.leads, post.acts
+        self.engine = post.group.name, post.engine
 
 
 class WorkerPool:
@@ -76,6 +83,7 @@ class WorkerPool:
         self.changes = 0  # of who is there, and in which state
         self.moves = 0  # times that a worker was heard to have moved on
         self._by_group: dict[str, list[Member]] = {}
+        self._by_engine: dict[tuple[str, int], list[Member]] = {}
         self._looked, self._calm_at = 0.0, -1
         self._spawned = 0
         self.received_bytes = 0  # of all answers, as sent
@@ -91,22 +99,31 @@ class WorkerPool:
         return [m for m in self._group(group) if m.state == "ready" or not ready]
 
     def _group(self, name: str) -> list[Member]:
-        if not self._by_group:
-            for member in self.members.values():
-                self._by_group.setdefault(member.post.group.name, []).append(member)
+        self._sort()
         return self._by_group.get(name, [])
+
+    def _sort(self) -> None:
+        """Find who is together, after members have come or gone."""
+        if self._by_group:
+            return
+        self._by_engine = {}
+        for member in self.members.values():
+            self._by_group.setdefault(member.post.group.name, []).append(member)
+            self._by_engine.setdefault(member.engine, []).append(member)
+        for mates in self._by_engine.values():
+            mates.sort(key=lambda member: member.post.rank)
 
     @property
     def ready(self) -> list[Member]:
         return [m for m in self.members.values() if m.state == "ready"]
 
-    def learners(self) -> list[Member]:
-        return list(self._group(LEARNER))
+    def learners(self) -> Sequence[Member]:
+        return self._group(LEARNER)
 
     @property
     def acting(self) -> list[Member]:
         """Those who have something to do of their own: not the ranks of an engine that follow its first."""
-        return [m for m in self.members.values() if m.state == "ready" and m.post.acts]
+        return [m for m in self.members.values() if m.state == "ready" and m.acts]
 
     def become(self, member: Member, state: State) -> None:
         member.state, member.since = state, self.starter.now()
@@ -114,14 +131,12 @@ class WorkerPool:
 
     def mates(self, member: Member) -> list[Member]:
         """Return the members that share an engine with it, itself included, first rank first."""
-        post = member.post
-        first = post.engine * post.group.engine_ranks
-        names = (f"{post.group.name}-{rank}" for rank in range(first, first + post.group.engine_ranks))
-        return [m for name in names if (m := self.members.get(name)) is not None]
+        self._sort()
+        return list(self._by_engine.get(member.engine, ()))
 
     def engines(self, group: str) -> list[Member]:
         """Return the first ranks of complete engines."""
-        leaders = [m for m in self.of(group) if m.post.leads]
+        leaders = [m for m in self.of(group) if m.leads]
         return [m for m in leaders if self.is_complete(m)]
 
     def is_complete(self, member: Member) -> bool:
@@ -133,10 +148,10 @@ class WorkerPool:
         known: dict[tuple[str, int], bool] = {}
         found = []
         for member in members:
-            key = member.post.group.name, member.post.engine
-            if key not in known:
-                known[key] = self.is_complete(member)
-            if known[key]:
+            is_whole = known.get(member.engine)
+            if is_whole is None:
+                is_whole = known[member.engine] = self.is_complete(member)
+            if is_whole:
                 found.append(member)
         return found
 
@@ -346,31 +361,42 @@ class WorkerPool:
         meanwhile: Callable[[], None] = lambda: None,
     ) -> dict[str, R]:
         """Return each one's answer. Raises `WorkerLost` when one is lost or late, and a `Failure` as its exception."""
-        requests = {m.name: asked(m) for m in members}
-        futures = {m.name: self.send(m, requests[m.name]) for m in members}
+        answers = self.ask_all(members, asked)
         deadline = self.starter.now() + within_s
-        while not all(f.done() for f in futures.values()):
-            if any(f.done() and (f.exception() or f.result().failure) for f in futures.values()):
-                break
+        while not answers.are_in:
             self.check()
             meanwhile()
             if self.starter.now() > deadline:
-                late = [name for name, f in futures.items() if not f.done()]
-                what = requests[late[0]].name
+                late = answers.missing()
+                what = next(asked(m).name for m in members if m.name == late[0])
                 raise WorkerLost(f"{', '.join(late)} did not finish {what!r} within {within_s:g} s")
             self.pump(0.2)
-        done = sorted(futures.items(), key=lambda pair: pair[1].exception() is None if pair[1].done() else True)
-        return {name: self.unwrap(name, f) for name, f in done if f.done()}
+        values: dict[int, R] = {}  # by future: one may answer for thousands
+        told = {}
+        for name, future in answers.found():
+            if id(future) not in values:
+                values[id(future)] = self.unwrap(name, future)
+            told[name] = values[id(future)]
+        return told
+
+    def ask_all(self, members: Iterable[Member], asked: Callable[[Member], Request[Any]]) -> Answers:
+        """Send without waiting; the driver wakes with each answer."""
+        futures = {
+            m.name: m.handle.call(asked(m)) if m.handle is not None and m.state == "ready" else _gone(m)
+            for m in members
+        }
+        return Answers(futures, self._events)
 
     def send(self, member: Member, asked: Request[Any]) -> Future[Any]:
         """Send without waiting; the driver wakes when it is done."""
         if member.handle is None or member.state != "ready":
-            gone: Future[Any] = Future()
-            gone.set_exception(WorkerLost(f"{member.name} is not there"))
-            return gone
+            return _gone(member)
         future = member.handle.call(asked)
-        future.add_done_callback(lambda _: self._events.put(None))
+        future.add_done_callback(self._wake)
         return future
+
+    def _wake(self, _: Future[Any]) -> None:
+        self._events.put(None)
 
     def unwrap(self, name: str, future: Future[Any]) -> Any:
         answer: Answer = future.result()
@@ -415,3 +441,9 @@ class WorkerPool:
             if member.handle is not None:
                 member.handle.kill()
         self.starter.close()
+
+
+def _gone(member: Member) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(WorkerLost(f"{member.name} is not there"))
+    return future

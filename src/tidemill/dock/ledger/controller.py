@@ -4,6 +4,7 @@ bits of a row's masks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,10 +86,10 @@ class Controller:
             is_all = len(units) < look
             if want.sampler == "differing":
                 units, all_dull = self._set_dull_aside(units)
-            if self.is_group or want.tokens is not None:
+            if want.tokens is not None or (self.is_group and want.rows is not None):
                 n = sampler.prefix(self.describe(units), want, self.is_group)
-            else:  # the same without arrays: one row each, no budget
-                n = min(len(units), want.rows or len(units))
+            else:  # the same without arrays: no budget
+                n = min(len(units), limit or len(units))
             if is_all or n < len(units):  # else everything looked at fits, and more might
                 break
             if limit is not None and n >= limit:
@@ -145,7 +146,7 @@ class Controller:
 
     def progress(self, tag: str | None) -> Progress:
         code = None if tag is None else self.ledger.tag_code(tag)
-        ready = len(self.slots(self._ready_units(code, self.ready.count)))
+        ready = self.rows_of(self._ready_units(code, self.ready.count)) if self.ready.count else 0
         return Progress(self.pending.of(code), ready, self.held.of(code))
 
     def _ready_units(self, tag: int | None, most: int) -> Ints:
@@ -158,11 +159,17 @@ class Controller:
         """Return the rows of units."""
         if not self.is_group:
             return units
-        members = [slot for group in self.ledger.groups.at(units.tolist()) for slot in group.members]
-        return np.array(members, np.int64)
+        members = [group.members for group in self.ledger.groups.at(units.tolist())]
+        return np.array(members[0] if len(members) == 1 else list(chain.from_iterable(members)), np.int64)
+
+    def rows_of(self, units: Ints) -> int:
+        """Return how many rows units have."""
+        return int(self.ledger.groups.rows_here[units].sum()) if self.is_group else len(units)
 
     def ready_rows(self) -> int:
-        return len(self.slots(self.ready.all())) if self.is_group else self.ready.count
+        if not self.is_group or not self.ready.count:
+            return self.ready.count
+        return self.rows_of(self.ready.all())
 
     def describe(self, units: Ints) -> sampler.Units:
         rows = self.ledger.rows
@@ -192,7 +199,8 @@ class Controller:
         tags = self.ledger.rows.tag
         if not self.is_group:
             return tags[units]
-        return self._of_groups(units, lambda members: int(tags[members[0]]))
+        first = self.ledger.groups.first_slot[units]
+        return np.where(first >= 0, tags[first], GONE)  # -1 reads some row's, which is not used
 
     def _of_groups(self, units: Ints, value: Callable[[list[int]], int]) -> Ints:
         """Return a value of each unit's group. Groups that are gone (dead queue entries) get the value GONE."""
@@ -223,6 +231,7 @@ class Columns:
         self._controllers, self._bits = controllers, bits
         self._of_part = [set[str]()] + [set(c.stage.writes) for c in controllers]
         self._masks: dict[tuple[str, ...], np.uint64] = {}
+        self._news: dict[tuple[str, ...], tuple[np.uint64, list[Controller]]] = {}
         self._parts: dict[tuple[str, ...], list[int]] = {}
         self.readers = self._find_readers()  # by part, the stages that read some of it
 
@@ -234,6 +243,13 @@ class Columns:
         if columns not in self._masks:
             self._masks[columns] = np.uint64(sum(self._bits.get(column, 0) for column in {*columns, *META[:2]}))
         return self._masks[columns]
+
+    def news(self, columns: tuple[str, ...]) -> tuple[np.uint64, list[Controller]]:
+        """Return the mask of columns, and the stages that read some of them."""
+        if columns not in self._news:
+            mask = self.mask(columns)
+            self._news[columns] = mask, [c for c in self._controllers if mask & c.reads]
+        return self._news[columns]
 
     def parts_with(self, columns: tuple[str, ...]) -> list[int]:
         """Return the parts that may hold some of these columns."""

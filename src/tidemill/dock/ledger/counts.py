@@ -60,7 +60,10 @@ class CountBook:
     def note(self, ids: Ints, counts: Counts) -> None:
         names = tuple(counts.sums), tuple(counts.means)
         of_rows = zip(*counts.sums.values(), *counts.means.values())
+        nothing = (None,) * sum(map(len, names))
         for i, values in zip(ids.tolist(), of_rows):
+            if values == nothing:  # what counts once for a group is with one of its rows
+                continue
             self._rows.setdefault(i, []).append((names, values))
 
     def leave(self, ids: Ints) -> None:

@@ -61,16 +61,20 @@ class Chunks:
     def unref(self, keys: list[int]) -> None:
         """Release chunks that rows no longer need, one entry per row."""
         for key, n in Counter(keys).items() if len(keys) > 1 else ((key, 1) for key in keys):
-            chunk = self._chunks[key]
-            chunk.refs -= n
-            if chunk.refs == 0:
-                del self._chunks[key]
-                self.freed.append(key)
-                self.nbytes -= chunk.nbytes
-                held = self._held[chunk.tag]
-                held.nbytes -= chunk.nbytes
-                if not held.rows and not held.nbytes:
-                    del self._held[chunk.tag]
+            self.release(key, n)
+
+    def release(self, key: int, n: int) -> None:
+        """`n` rows no longer need this chunk."""
+        chunk = self._chunks[key]
+        chunk.refs -= n
+        if chunk.refs == 0:
+            del self._chunks[key]
+            self.freed.append(key)
+            self.nbytes -= chunk.nbytes
+            held = self._held[chunk.tag]
+            held.nbytes -= chunk.nbytes
+            if not held.rows and not held.nbytes:
+                del self._held[chunk.tag]
 
     def count_rows(self, tag: str, n: int) -> None:
         held = self._held.setdefault(tag, HeldChunk())

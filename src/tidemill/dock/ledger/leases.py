@@ -25,6 +25,7 @@ class Leases:
         self.epoch = epoch
         self._serial = 0
         self._held: dict[int, HeldLease] = {}
+        self._at: dict[int, dict[int, HeldLease]] = {}  # by stage, the oldest first
         self._no_expiry_before = float("inf")  # saves most calls a scan of all leases
 
     def __contains__(self, key: object) -> bool:
@@ -37,11 +38,14 @@ class Leases:
         self._serial += 1
         key = self.epoch << EPOCH_SHIFT | self._serial
         self._held[key] = lease
+        self._at.setdefault(lease.stage, {})[key] = lease
         self._no_expiry_before = min(self._no_expiry_before, lease.deadline)
         return key
 
     def pop(self, key: int) -> HeldLease:
-        return self._held.pop(key)
+        lease = self._held.pop(key)
+        del self._at[lease.stage][key]
+        return lease
 
     def overdue(self, now: float) -> list[int]:
         if now < self._no_expiry_before:
@@ -58,8 +62,9 @@ class Leases:
     def of(self, owner: bytes) -> list[int]:
         return [key for key, lease in self._held.items() if lease.owner == owner]
 
-    def at(self, stage: int) -> list[tuple[int, HeldLease]]:
-        return [(key, lease) for key, lease in self._held.items() if lease.stage == stage]
+    def at(self, stage: int) -> Iterable[tuple[int, HeldLease]]:
+        """Return the leases of a stage, the oldest first."""
+        return self._at.get(stage, {}).items()
 
     def replayed(self) -> npt.NDArray[np.int64]:
         """Rows that are kept and read again, under a lease that does not consume them."""
@@ -93,10 +98,11 @@ class ConsumerPace:
 
 
 def latest(held: Iterable[tuple[int, HeldLease]], limit_s: float, now: float, owner: bytes) -> int | None:
-    """Return the latest lease, of those that nobody else works on and that are not the caller's own."""
-    late = [
-        (lease.since, key)
-        for key, lease in held
-        if not lease.twin and now - lease.since > limit_s and (not owner or lease.owner != owner)
-    ]
-    return min(late)[1] if late else None
+    """Return the latest lease, of those that nobody else works on and that are not the caller's own. `held`: the oldest
+    first, so that a look costs as much as there are late ones."""
+    for key, lease in held:
+        if now - lease.since <= limit_s:
+            return None
+        if not lease.twin and (not owner or lease.owner != owner):
+            return key
+    return None

@@ -21,8 +21,9 @@ from tidemill.dock.ledger.credit import Chunks, CreditedChunk
 from tidemill.dock.ledger.ended import EndedIds
 from tidemill.dock.ledger.groups import Groups
 from tidemill.dock.ledger.leases import Leases, latest
+from tidemill.dock.ledger.ready import EMPTY
 from tidemill.dock.ledger.records import Grant, HeldLease, Ints, Piece, Written
-from tidemill.dock.ledger.table import LIVE, RowTable
+from tidemill.dock.ledger.table import LIVE, Rows, RowTable
 from tidemill.dock.net.compact import is_range, span
 from tidemill.errors import DockError, did_you_mean
 from tidemill.graph import Stage
@@ -90,8 +91,7 @@ class Ledger:
             self.effects.append(("put", ids, group, sizes, what, tag, now))
         slots = life.enter(self, ids[fresh], group[fresh], what, fresh, tag, now)
         if self.group_stages:
-            for i, slot in enumerate(slots.tolist()):
-                self.groups.join(keys[i], slot, known[i] if known else None)
+            self.groups.join(keys, slots.tolist(), known)
         written = self.columns.mask(what.columns)
         for c in self.controllers:
             if written & c.reads == c.reads:
@@ -163,19 +163,26 @@ class Ledger:
             self.leases.pop(held.twin)
         c.pace.add(now - held.since)
         c.leased -= len(slots)
-        self.rows.leased[slots] &= ~c.bit
-        keep = self.rows.state[slots] == LIVE
-        c.held.add(self.rows.tag[slots[keep]], -1)
-        ended = set(drop)
-        if ended:
-            keep &= ~np.isin(self.rows.id[slots], np.fromiter(ended, np.int64, len(ended)))
-        places = np.flatnonzero(keep)
-        ids = self.rows.id[slots]
+        rows, where = self.rows, slots if held.where is None else held.where
+        rows.leased[where] &= ~c.bit
+        keep = rows.state[where] == LIVE
+        is_whole = bool(keep.all())
+        c.held.add(rows.tag[where] if is_whole else rows.tag[slots[keep]], -1)
+        ids = rows.id[where]
+        if ended := set(drop):
+            keep &= ~np.isin(ids, np.fromiter(ended, np.int64, len(ended)))
+            is_whole = bool(keep.all())
+        if is_whole:  # the usual case
+            places, kept, gone, where = np.arange(len(slots)), slots, EMPTY, where
+        else:
+            places = np.flatnonzero(keep)
+            kept = where = slots[places]
+            gone = slots[~keep]
         if self.effects is not None:
             self.effects.append(("commit", lease, c.stage.name, ids[places], places, what, ids[~keep]))
         life.count(self, ids, what)
-        life.finish(self, c, lease, slots[places], places, what, slots[~keep])
-        again.sift(self, slots[places])
+        life.finish(self, c, lease, Rows(kept, where), places, what, gone)
+        again.sift(self, kept)
 
     def renew(self, lease: int, now: float) -> float:
         held = self._held_lease(lease, now)
@@ -275,6 +282,8 @@ class Ledger:
         )
 
     def _counts(self, c: Controller, now: float) -> StageCounts:
+        if not c.ready.count:
+            return StageCounts(ready=0, leased=c.leased, done=c.done)
         head = c.slots(c.ready.first(1))
         # the clock may have restarted with the machine since the rows arrived
         oldest_s = max(0.0, float(now - self.rows.born[head].min())) if len(head) else 0.0

@@ -10,8 +10,9 @@ import numpy as np
 
 from tidemill.dock.ledger.controller import Controller
 from tidemill.dock.ledger.credit import CreditedChunk
+from tidemill.dock.ledger.ready import EMPTY
 from tidemill.dock.ledger.records import NO_VERSION, Ints, Written
-from tidemill.dock.ledger.table import ENDING, LIVE
+from tidemill.dock.ledger.table import ENDING, LIVE, Rows, same
 
 if TYPE_CHECKING:
     from tidemill.dock.ledger.ledger import Ledger
@@ -55,66 +56,81 @@ def enter(ledger: Ledger, ids: Ints, group: Ints, what: Written, places: Ints, t
     for c in ledger.controllers:
         c.pending.change(code, n)
     rows.chunk[:, slots] = -1
-    _place(ledger, 0, slots, what, places, tag)
+    _place(ledger, 0, Rows.at(slots), what, places, tag)
     ledger.count_rows(tag, n)
     return slots
 
 
-def finish(ledger: Ledger, c: Controller, lease: int, kept: Ints, places: Ints, what: Written, gone: Ints) -> None:
+def finish(ledger: Ledger, c: Controller, lease: int, kept: Rows, places: Ints, what: Written, gone: Ints) -> None:
     """Carry out a commit: `kept` rows (at `places` in the outputs) are consumed, `gone` ones end."""
-    rows = ledger.rows
+    rows, where = ledger.rows, kept.where
     ledger.committed[lease] = None
     if len(ledger.committed) > REMEMBERED_COMMITS:
         del ledger.committed[next(iter(ledger.committed))]
-    c.done += len(kept)
+    c.done += len(kept.slots)
     if c.is_group:
-        for key in rows.group[kept].tolist():
-            ledger.groups[key].ready[c.group_index] -= 1
-            ledger.groups[key].consumed[c.group_index] += 1
-    end(ledger, gone)
-    free_rows(ledger, gone[(rows.state[gone] == ENDING) & (rows.leased[gone] == 0)])
-    rows.pending[kept] &= ~c.bit
-    c.pending.add(rows.tag[kept], -1)
+        for key, n in Counter(rows.group[where].tolist()).items():
+            group = ledger.groups[key]
+            group.ready[c.group_index] -= n
+            group.consumed[c.group_index] += n
+    if len(gone):
+        end(ledger, gone)
+        free_rows(ledger, gone[(rows.state[gone] == ENDING) & (rows.leased[gone] == 0)])
+    tags = rows.tag[where]
+    rows.pending[where] &= ~c.bit
+    c.pending.add(tags, -1)
     if what.version is not None:
-        rows.version[kept] = what.version[places]
+        rows.version[where] = what.version[places]
     if what.length is not None:
-        rows.length[kept] = what.length[places]
+        rows.length[where] = what.length[places]
     if what.score is not None:
-        rows.score[kept] = what.score[places]
-    tag = ledger.tags[rows.tag[kept[0]]] if len(kept) else ""
-    _place(ledger, c.index + 1, kept, what, places, tag)
-    _spread_news(ledger, kept, what)
-    _let_go(ledger, kept)
+        rows.score[where] = what.score[places]
+    _place(ledger, c.index + 1, kept, what, places, ledger.tags[int(tags[0])] if len(tags) else "")
+    if len(tags):
+        _spread_news(ledger, kept, what)
+        _let_go(ledger, kept)
 
 
 def count(ledger: Ledger, ids: Ints, what: Written) -> None:
     """Keep a commit's counts, also of dropped rows. Counts of rows that ended meanwhile are final at once."""
     if what.counts is None:
         return
-    here, state = ledger.slot_of, ledger.rows.state
     ledger.counts.note(ids, what.counts)
-    ledger.counts.leave(ids[[i not in here or bool(state[here[i]] != LIVE) for i in ids.tolist()]])
+    here, state = ledger.slot_of, ledger.rows.state
+    slots = [here.get(i, -1) for i in ids.tolist()]
+    if -1 in slots or (state[slots] != LIVE).any():
+        ledger.counts.leave(ids[[slot < 0 or bool(state[slot] != LIVE) for slot in slots]])
 
 
-def _place(ledger: Ledger, part: int, slots: Ints, what: Written, places: Ints, tag: str) -> None:
+def _place(ledger: Ledger, part: int, at: Rows, what: Written, places: Ints, tag: str) -> None:
     if what.chunk >= 0:
-        ledger.chunks.add(what.chunk, CreditedChunk(what.columns, what.nbytes, len(slots), tag))
-        ledger.rows.chunk[part, slots], ledger.rows.place[part, slots] = what.chunk, places
+        ledger.chunks.add(what.chunk, CreditedChunk(what.columns, what.nbytes, len(at.slots), tag))
+        ledger.rows.chunk[part, at.where], ledger.rows.place[part, at.where] = what.chunk, places
 
 
-def _spread_news(ledger: Ledger, slots: Ints, what: Written) -> None:
+def _spread_news(ledger: Ledger, at: Rows, what: Written) -> None:
     """Make rows ready for stages whose columns are now written."""
-    if not len(slots):
+    rows, where, slots = ledger.rows, at.where, at.slots
+    news, readers = ledger.columns.news(what.columns)
+    before = rows.written[where].copy()  # a view would change
+    rows.written[where] |= news
+    if what.version is not None:
+        for c in ledger.controllers:
+            if c.ready.has_orders:
+                c.ready.rekey(units(ledger, c, slots))
+    if not readers:
         return
-    rows, news = ledger.rows, ledger.columns.mask(what.columns)
-    before = rows.written[slots]
-    rows.written[slots] = now = before | news
-    for c in ledger.controllers:
-        if what.version is not None:
-            c.ready.rekey(units(ledger, c, slots))
-        if news & c.reads:
-            became = (now & c.reads == c.reads) & (before & c.reads != c.reads)
-            make_ready(ledger, c, slots[became & (rows.pending[slots] & c.bit != 0)])
+    old, pending = same(before), same(rows.pending[where])
+    if old is not None and pending is not None:  # the usual case: all rows alike
+        for c in readers:
+            reads = int(c.reads)
+            if pending & int(c.bit) and old & reads != reads and (old | int(news)) & reads == reads:
+                make_ready(ledger, c, slots)
+        return
+    now = before | news
+    for c in readers:
+        became = (now & c.reads == c.reads) & (before & c.reads != c.reads)
+        make_ready(ledger, c, slots[became & (rows.pending[slots] & c.bit != 0)])
 
 
 def make_ready(ledger: Ledger, c: Controller, slots: Ints) -> None:
@@ -124,35 +140,61 @@ def make_ready(ledger: Ledger, c: Controller, slots: Ints) -> None:
         c.ready.add(slots)
         ledger.touched.add(c.stage.name)
         return
-    for key in ledger.rows.group[slots].tolist():
-        ledger.groups[key].ready[c.group_index] += 1
-        queue_if_complete(ledger, c, key)
+    keys = ledger.rows.group[slots].tolist()
+    came, complete = Counter(keys), []
+    for key in reversed(dict.fromkeys(reversed(keys))):  # a group is complete with its last row
+        group = ledger.groups[key]
+        group.ready[c.group_index] += came[key]
+        if group.is_complete(c.group_index) and not c.ready.has_one(group.handle):
+            complete.append(group.handle)
+    if complete:
+        c.ready.add(np.array(complete, np.int64))
+        ledger.touched.add(c.stage.name)
     if ledger.groups.has_unsized:  # waiting consumers get an error: the group can never come
         ledger.touched.add(c.stage.name)
 
 
 def queue_if_complete(ledger: Ledger, c: Controller, key: int, front: bool = False) -> None:
     group = ledger.groups[key]
-    handle = np.array([group.handle])
-    if group.is_complete(c.group_index) and not c.ready.has(handle)[0]:
-        c.ready.add(handle, front)
+    if group.is_complete(c.group_index) and not c.ready.has_one(group.handle):
+        c.ready.add(np.array([group.handle]), front)
         ledger.touched.add(c.stage.name)
 
 
-def _let_go(ledger: Ledger, slots: Ints) -> None:
+def _let_go(ledger: Ledger, at: Rows) -> None:
     """Free the parts that no pending stage reads, and rows that have passed all stages."""
-    rows = ledger.rows
-    is_through = (rows.pending[slots] | rows.leased[slots]) == 0
-    if ledger.keeps:
-        keep(ledger, slots[is_through])
-    else:
-        free_rows(ledger, slots[is_through])
-    rest = slots[~is_through]
-    if not len(rest):
+    rows, rest = ledger.rows, at
+    wanted = rows.pending[at.where] | rows.leased[at.where]
+    if not wanted.all():
+        is_through = wanted == 0
+        through = at.slots[is_through]
+        rest = Rows.at(at.slots[~is_through])
+        if ledger.keeps:
+            keep(ledger, through)
+        else:
+            free_rows(ledger, through)
+    elif ledger.keeps:
+        keep(ledger, EMPTY)
+    if not len(rest.slots):
         return
     first = 1 if ledger.stale_policy == "requeue" else 0  # rows that are made again start from part 0
+    pending = same(rows.pending[rest.where])
     for part in range(first, len(rows.chunk)):
-        unref(ledger, part, rest[(rows.pending[rest] & ledger.columns.readers[part]) == 0])
+        readers = ledger.columns.readers[part]
+        if pending is None:
+            unref(ledger, part, rest.slots[(rows.pending[rest.slots] & readers) == 0])
+        elif not pending & int(readers):
+            _unref_rows(ledger, part, rest)
+
+
+def _unref_rows(ledger: Ledger, part: int, at: Rows) -> None:
+    """Like `unref`, for rows whose part is mostly in one chunk, or in none."""
+    key = same(ledger.rows.chunk[part, at.where])
+    if key is None:
+        unref(ledger, part, at.slots)
+    elif key >= 0:
+        ledger.chunks.release(key, len(at.slots))
+        ledger.rows.chunk[part, at.where] = -1
 
 
 def keep(ledger: Ledger, slots: Ints) -> None:
@@ -217,7 +259,7 @@ def _leave_groups(ledger: Ledger, slots: Ints) -> None:
                 group.consumed[c.group_index] -= 1
             elif rows.written[slot] & c.reads == c.reads:
                 group.ready[c.group_index] -= 1
-        ledger.groups.left(group.key, slot, dropped=True)
+        ledger.groups.left(group.key, slot)
     for group in touched.values():
         for c in ledger.group_stages:
             if not group.is_complete(c.group_index):
@@ -253,8 +295,8 @@ def free_rows(ledger: Ledger, slots: Ints) -> None:
     ledger.counts.leave(rows.id[slots])
     ledger.ended += len(slots)
     if ledger.group_stages:
-        for slot in slots[rows.state[slots] == LIVE].tolist():
-            ledger.groups.left(int(rows.group[slot]), slot, dropped=False)
+        live = slots[rows.state[slots] == LIVE]
+        ledger.groups.passed(rows.group[live].tolist(), live.tolist())
     clear(ledger, slots)
 
 

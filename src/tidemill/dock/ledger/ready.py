@@ -115,6 +115,14 @@ class ReadyQueue:
         waiting: npt.NDArray[np.bool_] = self.tickets[units] != 0
         return waiting
 
+    def has_one(self, unit: int) -> bool:
+        return bool(self.tickets[unit] != 0)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether units are kept in an order other than arrival, which `rekey` must follow."""
+        return bool(self._orders) and self.count > 0
+
     def add(self, units: Ints, front: bool = False) -> None:
         """Make `units` ready (none of them is yet): behind all others or, when given back, before them."""
         n = len(units)
@@ -145,9 +153,11 @@ class ReadyQueue:
 
     def rekey(self, units: Ints) -> None:
         """Move ready units to the queue of their new key, after a key (such as the version) changed."""
-        if self._orders and len(units):
+        if not self.has_orders:
+            return
+        units = units[self.has(units)]
+        if len(units):
             self._has_rekeyed = True
-            units = units[self.has(units)]
             for name in self._orders:
                 self._index(name, units, self.tickets[units], False)
 

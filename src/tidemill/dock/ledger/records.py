@@ -128,10 +128,12 @@ def entry(rows: Batch, source: Collection[str]) -> tuple[Ints, Ints, Ints | None
 def _whole(rows: Batch, name: str, dtype: type) -> npt.NDArray[Any] | None:
     if name not in rows:
         return None
-    if not _is_scalar(rows, name) or not np.issubdtype(rows[name].values.dtype, np.integer):
-        raise DockError(f"column {name!r} must hold one whole number per row, got {rows[name].values.dtype}")
-    return rows[name].values.astype(dtype)
+    values = rows[name].values
+    if not _is_scalar(rows, name) or values.dtype.kind not in "iu":
+        raise DockError(f"column {name!r} must hold one whole number per row, got {values.dtype}")
+    return values.astype(dtype)
 
 
 def _is_scalar(rows: Batch, name: str) -> bool:
-    return rows[name].offsets is None and rows[name].values.ndim == 1
+    column = rows[name]
+    return column.offsets is None and column.values.ndim == 1

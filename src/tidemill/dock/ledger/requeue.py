@@ -10,7 +10,7 @@ import numpy as np
 from tidemill.dock.ledger import life
 from tidemill.dock.ledger.counts import Counts
 from tidemill.dock.ledger.records import NO_VERSION, Ints, Written
-from tidemill.dock.ledger.table import LIVE
+from tidemill.dock.ledger.table import LIVE, Rows
 
 if TYPE_CHECKING:
     from tidemill.dock.ledger.ledger import Ledger
@@ -21,6 +21,11 @@ def sift(ledger: Ledger, slots: Ints) -> None:
     if (ledger.max_staleness is None and not ledger.gone) or not len(slots):
         return
     rows = ledger.rows
+    if not ledger.gone and ledger.max_staleness is not None:
+        versions = rows.version[slots]
+        is_old = (ledger.version - versions > ledger.max_staleness) & (versions != NO_VERSION)
+        if not is_old.any():  # the usual case
+            return
     slots = slots[(rows.state[slots] == LIVE) & (rows.leased[slots] == 0)]
     if ledger.gone:
         is_lost = np.isin(rows.chunk[:, slots], np.fromiter(ledger.gone, np.int64)).any(axis=0)
@@ -89,7 +94,7 @@ def redo(ledger: Ledger, effect: tuple[Any, ...]) -> None:
                 life.units(ledger, c, np.concatenate([kept, ended]))
             )  # leases are not recorded: nobody holds it
             life.count(ledger, _in_order(ids, places, gone), written)
-            life.finish(ledger, c, lease, kept, places, written, ended)
+            life.finish(ledger, c, lease, Rows.at(kept), places, written, ended)
         case ("advance", version):
             ledger.version = version
         case ("retag", ids, tag):

@@ -181,8 +181,15 @@ def split_in_two(sizes: Ints, units: list[int]) -> tuple[list[int], list[int]]:
 
 def spread_over_empty(sizes: Ints, parts: list[list[int]]) -> None:
     """Leave no rank without work while another has two units (units without tokens balance any way)."""
+    donors = [(-len(part), i) for i, part in enumerate(parts) if len(part) > 1]
+    heapq.heapify(donors)
     for part in parts:
-        if not part:
-            donor = max(parts, key=lambda p: (len(p) > 1, len(p)))
-            if len(donor) > 1:
-                part.append(donor.pop(donor.index(min(donor, key=lambda unit: int(sizes[unit])))))
+        if part:
+            continue
+        if not donors:
+            return
+        _, i = heapq.heappop(donors)
+        donor = parts[i]
+        part.append(donor.pop(donor.index(min(donor, key=lambda unit: int(sizes[unit])))))
+        if len(donor) > 1:
+            heapq.heappush(donors, (-len(donor), i))

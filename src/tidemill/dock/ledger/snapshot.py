@@ -98,8 +98,7 @@ def _load_rows(ledger: Ledger, arrays: Arrays) -> Ints:
     rows.state[slots], rows.leased[slots] = LIVE, 0
     ledger.slot_of.update(zip(arrays["row.id"].tolist(), slots.tolist()))
     if ledger.has_groups:
-        for key, slot in zip(rows.group[slots].tolist(), slots.tolist()):
-            ledger.groups.join(key, slot, None)
+        ledger.groups.join(rows.group[slots].tolist(), slots.tolist(), None)
     for c in ledger.controllers:
         c.pending.add(rows.tag[slots[(rows.pending[slots] & c.bit) != 0]], 1)
     for tag in rows.tag[slots].tolist():

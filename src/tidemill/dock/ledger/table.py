@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from tidemill.dock.net.compact import span
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,6 +31,25 @@ _FIELDS: dict[str, type] = {
     "pending": np.uint64,  # one bit per stage that has not consumed the row
     "leased": np.uint64,  # one bit per stage that holds a lease on it
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a table: their slots, and the same as a slice where they lie together, which numpy reads far faster."""
+
+    slots: Ints
+    where: slice | Ints
+
+    @staticmethod
+    def at(slots: Ints) -> Rows:
+        return Rows(slots, span(slots) if len(slots) else slots)
+
+
+def same(array: npt.NDArray[Any]) -> int | None:
+    """Return the value that all entries have; None where they differ, or where there are none. Rows that came together
+    mostly go on together: then one number is worked out instead of an array."""
+    raw, size = array.tobytes(), array.itemsize
+    return int(array[0]) if raw and raw[size:] == raw[:-size] else None
 
 
 class TagCount(dict[int, int]):

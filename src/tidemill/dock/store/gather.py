@@ -68,6 +68,9 @@ class LeasedBatch(Batch):
             self._whole = {**meta_columns(self._grant), **self._stored}
         return self._whole
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored or name in META
+
     def __getitem__(self, name: str) -> Column:
         column = self._stored.get(name)
         return super().__getitem__(name) if column is None else column

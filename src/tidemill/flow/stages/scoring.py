@@ -76,16 +76,27 @@ class AdvantageWorker:
 
 def group_counts(batch: Batch, kept: Any) -> Counts:
     """Return counts of whole groups. What counts once per group is kept with its first row."""
-    sums: list[dict[str, float]] = [{} if is_kept else {"dropped_samples": 1.0} for is_kept in kept.tolist()]
-    means: list[dict[str, float]] = [{} for _ in sums]
-    for group in np.unique(batch.values(GROUP)):
-        rows = np.flatnonzero(batch.values(GROUP) == group)
-        if not kept[rows].all():
-            sums[rows[0]]["dropped_groups"] = float(not kept[rows].any())
-        if "reward" in batch:
-            own = batch.values("reward")[rows]
-            means[rows[0]] = {"equal_reward_groups": float(own.max() == own.min()), "reward_std": float(own.std())}
-    return Counts.of_rows(sums, means)
+    groups = batch.values(GROUP)
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order[:1]] - 1)).tolist()
+    reward = batch.values("reward")[order] if "reward" in batch else None
+    sums: dict[str, list[float | None]] = {}
+    means: dict[str, list[float | None]] = {}
+    if not kept.all():
+        sums["dropped_samples"] = [None if is_kept else 1.0 for is_kept in kept.tolist()]
+        sums["dropped_groups"] = [None] * len(order)
+    if reward is not None:
+        means = {"equal_reward_groups": [None] * len(order), "reward_std": [None] * len(order)}
+    stays = kept[order]
+    for start, end in zip(starts, [*starts[1:], len(order)]):
+        first = int(order[start])
+        if sums and not stays[start:end].all():
+            sums["dropped_groups"][first] = float(not stays[start:end].any())
+        if reward is not None:
+            own = reward[start:end]
+            means["equal_reward_groups"][first] = float(own.max() == own.min())
+            means["reward_std"][first] = float(own.std())
+    return Counts(sums, means)
 
 
 class ScoreWorker:

@@ -14,6 +14,11 @@ from tidemill.plan.simulate.worker import EMPTY
 if TYPE_CHECKING:
     from tidemill.plan.simulate.starter import World
 
+# Commands that are answered with more than that they are done.
+ANSWERS = frozenset(
+    ("where", "build", "watch", "move", "receive", "describe", "measure", "leave_step", "version", "restore")
+) | {"open_store"}
+
 
 class Mirror:
     """Implements `Handle` for a rank that does what the first of its group does and decides nothing."""
@@ -32,6 +37,8 @@ class Mirror:
             gone = Promise()
             gone.fail(WorkerLost("its process has ended"))
             return gone
+        if request.name not in ANSWERS:
+            return world.done
         match request.name:
             case "where":
                 return Promise(Answer(world.place_of(self.post)))
@@ -58,10 +65,8 @@ class Mirror:
                 return Promise(Answer(world.version))
             case "restore":
                 return Promise(Answer(world.saved.get(str(request.args[0]), {})))
-            case "open_store":
+            case _:  # open_store
                 return Promise(Answer(StoreAddress("", "")))
-            case _:
-                return world.done
 
     def _ready(self, promise: Promise, answer: Answer) -> None:
         promise.answer(answer)

@@ -150,7 +150,9 @@ def made_columns(graph: Graph) -> Callable[[list[Completion]], tuple[Batch, Coun
 
 @cache
 def _zeros(count: int) -> Column:
-    return Column(np.zeros(count, np.uint8))
+    blank = np.zeros(count, np.uint8)
+    blank.flags.writeable = False  # the dock need not copy it
+    return Column(blank)
 
 
 def _blank(names: Sequence[str], count: int) -> dict[str, Column]:
