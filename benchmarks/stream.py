@@ -32,12 +32,11 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()
         line_ends(file)
         found = time.perf_counter() - began
-        source, _ = open_source(Data(source=str(file), columns=COLUMNS), 0)
+        source, _ = open_source(Data(source=str(file), columns=COLUMNS, stream=True), 0)
         order, count = Order(source, 0), int(options["rows"])
         began = time.perf_counter()
-        for position in range(count):
-            source.example(order(position))
-        rows_per_s = count / (time.perf_counter() - began)
+        usable = sum(1 for _ in source.usable([order(position) for position in range(count)]))
+        rows_per_s = usable / (time.perf_counter() - began)
         return {
             "gb": file.stat().st_size / 1e9, "rows": written, "find_lines_s": found, "rows_per_s": rows_per_s,
             **trained(file, Path(place), int(options["steps"])),
@@ -81,9 +80,9 @@ def trained(file: Path, place: Path, steps: int) -> dict[str, Any]:
         "folder": str(place / "runs"),
         "device": "cpu",
         "model": {"tiny": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 128, "window": 64}},
-        "data": {"source": str(file), "columns": COLUMNS, "held_out": 50, "max_prompt_tokens": 24},
+        "data": {"source": str(file), "columns": COLUMNS, "held_out": 50, "max_prompt_tokens": 24, "stream": True},
         "algorithm": {"name": "grpo"},
-        "rewards": ["last_number"],
+        "rewards": {"functions": ["last_number"]},
         "rollout": {"max_new_tokens": 8},
         "train": {"steps": steps, "prompts_per_step": 64, "samples_per_prompt": 2},
         "eval": {"size": 50, "every": 0, "before": False, "after": False},

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tidemill.dock import Counts, LeaseExpired, Want
 from tidemill.dock.ledger import requeue as again
 from tidemill.dock.ledger import snapshot
+from tidemill.dock.ledger.leases import REMEMBERED_COMMITS, Committed
 from tidemill.dock.ledger.ledger import Ledger
 from tidemill.dock.ledger.records import Written
 from tidemill.dock.ledger.table import LIVE
@@ -217,3 +218,13 @@ class LedgerLife(RuleBasedStateMachine):
 
 LedgerLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestLedgerLife = LedgerLife.TestCase
+
+
+def test_the_newest_commits_are_known_again_and_their_memory_is_taken_at_the_start() -> None:
+    known = Committed()
+    for key in range(REMEMBERED_COMMITS + 10):
+        known.add(key)
+    assert 9 not in known and 10 in known and REMEMBERED_COMMITS + 9 in known and REMEMBERED_COMMITS + 10 not in known
+    again = Committed()
+    again.load(known.dump())
+    assert again.dump().tolist() == known.dump().tolist() == list(range(10, REMEMBERED_COMMITS + 10))

@@ -16,8 +16,34 @@ from tidemill.dock.ledger.records import HeldLease
 LATE_FACTOR = 3.0  # a straggler has taken this many times the median of ended leases
 LEAST_S = 2.0  # and at least this: repeating quick work costs more than it saves
 LEAST_ENDED = 8  # before that the median means little
+REMEMBERED_COMMITS = 1 << 13
 REMEMBERED = 256  # ended leases over which the median is taken
 EPOCH_SHIFT = 40  # lease ids are epoch << 40 | serial: ids from before a restart are never mistaken for new ones
+
+
+class Committed:
+    """The newest leases that were committed, so that a commit which is repeated because its answer was lost is known
+    again. All of its memory is taken at the start: a ledger must not seem to grow for thousands of steps."""
+
+    def __init__(self) -> None:
+        self._keys = np.full(REMEMBERED_COMMITS, -1, np.int64)
+        self._next = 0
+
+    def __contains__(self, key: int) -> bool:
+        return bool((self._keys == key).any())
+
+    def add(self, key: int) -> None:
+        self._keys[self._next] = key
+        self._next = (self._next + 1) % len(self._keys)
+
+    def dump(self) -> npt.NDArray[np.int64]:
+        """Return the leases, the oldest first."""
+        keys = np.roll(self._keys, -self._next)
+        return keys[keys >= 0]
+
+    def load(self, keys: npt.NDArray[np.int64]) -> None:
+        for key in keys.tolist():
+            self.add(key)
 
 
 class Leases:

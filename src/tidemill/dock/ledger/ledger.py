@@ -20,7 +20,7 @@ from tidemill.dock.ledger.counts import CountBook, Tallied
 from tidemill.dock.ledger.credit import Chunks, CreditedChunk
 from tidemill.dock.ledger.ended import EndedIds
 from tidemill.dock.ledger.groups import Groups
-from tidemill.dock.ledger.leases import Leases, latest
+from tidemill.dock.ledger.leases import Committed, Leases, latest
 from tidemill.dock.ledger.ready import EMPTY
 from tidemill.dock.ledger.records import Grant, HeldLease, Ints, Piece, Written
 from tidemill.dock.ledger.table import LIVE, Rows, RowTable
@@ -72,7 +72,7 @@ class Ledger:
         self.leases = Leases(epoch)
         self.keeps = max((stage.keeps for stage in stages), default=0)
         self.kept: Ints = np.empty(0, np.int64)  # rows that all stages are through with, those with the lowest id first
-        self.committed: dict[int, None] = {}
+        self.committed = Committed()
         self.serial = 0
 
     # -- producing ---------------------------------------------------------------------------------------------------

@@ -17,8 +17,6 @@ from tidemill.dock.ledger.table import ENDING, LIVE, Rows, same
 if TYPE_CHECKING:
     from tidemill.dock.ledger.ledger import Ledger
 
-REMEMBERED_COMMITS = 1 << 13  # for how long a commit that is repeated because its answer was lost is recognised
-
 
 def fresh(ledger: Ledger, keys: list[int]) -> Ints:
     """Return positions of new ids; an id that is twice in one put counts once."""
@@ -64,9 +62,7 @@ def enter(ledger: Ledger, ids: Ints, group: Ints, what: Written, places: Ints, t
 def finish(ledger: Ledger, c: Controller, lease: int, kept: Rows, places: Ints, what: Written, gone: Ints) -> None:
     """Carry out a commit: `kept` rows (at `places` in the outputs) are consumed, `gone` ones end."""
     rows, where = ledger.rows, kept.where
-    ledger.committed[lease] = None
-    if len(ledger.committed) > REMEMBERED_COMMITS:
-        del ledger.committed[next(iter(ledger.committed))]
+    ledger.committed.add(lease)
     c.done += len(kept.slots)
     if c.is_group:
         for key, n in Counter(rows.group[where].tolist()).items():

@@ -29,7 +29,7 @@ def dump(ledger: Ledger) -> tuple[dict[str, Any], Arrays]:
     live = live[np.argsort(rows.serial[live], kind="stable")]
     arrays: Arrays = {f"row.{name}": getattr(rows, name)[live] for name in ROW_FIELDS}
     arrays["row.chunk"], arrays["row.place"] = rows.chunk[:, live], rows.place[:, live]
-    arrays["committed"] = np.fromiter(ledger.committed, np.int64, len(ledger.committed))
+    arrays["committed"] = ledger.committed.dump()
     arrays.update({f"ended.{name}": array for name, array in ledger.ended_ids.dump().items()})
     for c in ledger.controllers:
         arrays[f"order.{c.stage.name}"] = _order(ledger, c)
@@ -72,7 +72,7 @@ def load(ledger: Ledger, record: dict[str, Any], arrays: Arrays) -> None:
     ledger.groups.size = record["group_size"]
     ledger.groups.load(record["groups"])
     ledger.ended_ids.load({n.removeprefix("ended."): a for n, a in arrays.items() if n.startswith("ended.")})
-    ledger.committed.update(dict.fromkeys(arrays["committed"].tolist()))
+    ledger.committed.load(arrays["committed"])
     ledger.next_tag = record["next_tag"]
     for code, tag in record["tags"]:
         ledger.load_tag(code, tag)
