@@ -37,7 +37,7 @@ def _embeds(decoder: Any, model: Any) -> bool:
 def layers_of(model: Any) -> Any:
     """The decoder's layers: by their usual name, or else the longest list of modules in it."""
     if isinstance(model, Policy):
-        return ()  # a small network has no layers that are alike
+        return nn.ModuleList()  # a small network has no layers that are alike
     decoder = decoder_of(model)
     found = getattr(decoder, "layers", None)
     if isinstance(found, nn.ModuleList):
