@@ -17,10 +17,7 @@ from tidemill.recipe.config import AlgorithmSettings, Config, ModelSettings
 
 def problems(config: Config, model: ModelSettings) -> Iterator[str]:
     algorithm, own = registry.of(config), config.algorithm
-    kind = "decoder" if config.model.policy is None else "network"
-    if kind not in algorithm.policies:
-        others = ", ".join(other.name for other in registry.every() if kind in other.policies)
-        yield f"algorithm.name is {algorithm.name}, which does not train a {kind}; {others} would do"
+    yield from registry.unfit_for_policy(config)
     usual, usual_name = AlgorithmSettings(name=own.name), AlgorithmSettings().name
     unused = {key: (why, usual_name) for key, why in algorithm.unused(config).items()}
     for other in registry.every():

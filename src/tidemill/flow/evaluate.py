@@ -76,7 +76,7 @@ def _first_failure(scorer: Scorer, before: Failures) -> str:
     return "" if found is None or before.failed else found.message
 
 
-def play(engine: Any, config: Config, size: int, tell: Tell = lambda activity: None) -> Evaluation:
+def play(engine: Any, size: int, tell: Tell = lambda activity: None) -> Evaluation:
     """Evaluate a network: episodes with its likeliest actions."""
     found = engine.evaluated(size, lambda done: tell(Activity("evaluating", done, max(done, size))))
     answers = tuple(Answered(*one) for one in found.pop("answers"))

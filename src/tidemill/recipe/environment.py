@@ -16,6 +16,7 @@ class LeagueSettings(Section):
     share: float = Field(0.5, ge=0, le=1, description="share of groups that play past versions, not the policy itself")
     every: int = Field(10, ge=1, description="versions of the weights between members of the league")
     keep: int = Field(8, ge=1, description="members kept: the newest, and the first")
+    slips: float = Field(0.0, ge=0, le=1, description="share of a network opponent's moves that are any legal ones")
     draw: Literal["uniform", "recent", "hard"] = Field(
         "uniform", description="which member plays: any, one of the four newest, or rather one that wins"
     )

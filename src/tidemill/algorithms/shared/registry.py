@@ -41,6 +41,15 @@ def of(config: Config) -> Algorithm:
     return get(config.algorithm.name)
 
 
+def unfit_for_policy(config: Config) -> list[str]:
+    """What is wrong where the config's algorithm does not teach its kind of policy."""
+    kind = "decoder" if config.model.policy is None else "network"
+    if kind in of(config).policies:
+        return []
+    others = ", ".join(other.name for other in every() if kind in other.policies)
+    return [f"algorithm.name is {of(config).name}, which does not train a {kind}; {others} would do"]
+
+
 def graph_of(config: Config) -> Graph:
     """The table of the config's algorithm, with what its data adds to it."""
     return tables.with_images(of(config).graph(config), config)

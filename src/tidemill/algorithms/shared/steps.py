@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.algorithms.api import Algorithm, Stats, TokenBatch
+from tidemill.algorithms.api import Algorithm, Stat, Stats, TokenBatch
 from tidemill.algorithms.shared.advantages import whitened
 from tidemill.algorithms.shared.losses import RATIO_SETTINGS
 from tidemill.algorithms.shared.tables import unique
@@ -149,6 +149,14 @@ def tokens(scores: Any, columns: Mapping[str, torch.Tensor], decisions: int) -> 
     )
 
 
+def loss(
+    algorithm: Algorithm, config: Config, scores: Any, columns: Mapping[str, torch.Tensor], units: int, decisions: int
+) -> tuple[torch.Tensor, Stats]:
+    """Loss and statistics of some `units` of a minibatch of so many decisions."""
+    found, stats = algorithm.loss(tokens(scores, columns, decisions), config)
+    return found, {"loss": Stat(found.detach(), units / decisions), **stats}
+
+
 def with_critic(
     algorithm: Algorithm, loss: torch.Tensor, stats: Stats, tokens: TokenBatch, config: Config
 ) -> tuple[torch.Tensor, Stats]:
@@ -184,6 +192,14 @@ def replayed(name: str, config: Config) -> Graph:
     own = learn(config, "rewards", "next_observations")
     made = rollout(config, "next_observations", reads=("again",))
     return Graph(name, (*SOURCE, "again"), (made, replace(own, keeps=rows)))
+
+
+def to_replay(config: Config, version: int, first_group: int, ranks: int) -> tuple[int, int]:
+    """How many kept samples each rank learns from in an update, none before `replay.begin` decisions were made; and
+    the seed that they are drawn with."""
+    replay, seed = config.algorithm.replay, config.seed % (1 << 32) << 24 | version
+    made = first_group * config.train.samples_per_prompt * config.rollout.max_new_tokens
+    return (-(-replay.updates * (config.learn.minibatch or 256) // ranks) if made >= replay.begin else 0), seed
 
 
 def targets(tokens: TokenBatch, config: Config) -> torch.Tensor:

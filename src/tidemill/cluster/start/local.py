@@ -183,7 +183,7 @@ def evaluate_trained(
 ) -> Evaluation:
     """Evaluate a model that is not being trained."""
     if config.model.policy is not None:
-        return play(make_engine(loaded, config), config, size, tell)
+        return play(make_engine(loaded, config), size, tell)
     _, held_out = open_rows(config)
     encode, decode = (
         encoder_of(config, loaded.tokenizer),

@@ -23,7 +23,7 @@ from tidemill.data.survey import open_rows
 from tidemill.device import determinism
 from tidemill.device.collective import backend
 from tidemill.dock import Dock
-from tidemill.environment.vector.feed import FragmentFeed, kept_groups
+from tidemill.environment.vector.feed import FragmentFeed
 from tidemill.errors import ConfigError
 from tidemill.estimate import handover as turns
 from tidemill.flow.feed import FEEDS, encoder_of
@@ -87,7 +87,7 @@ def build_worker(task: Assignment, dock: Dock) -> WorkerState:
 def _feed(state: WorkerState) -> Any:
     config, algorithm = state.config, state.algorithm
     if config.model.policy is not None:
-        return FragmentFeed(config, kept_groups(config) if algorithm.is_replayed else 0)
+        return FragmentFeed(config)
     training, _ = open_rows(config)
     encode = encoder_of(config, state.tokenizer, config.rollout.max_new_tokens)
     return FEEDS[algorithm.input_kind](training, config, encode, algorithm.greedy_rows)

@@ -251,6 +251,7 @@ class RoleWorker:
         return replace(seen, answers=seen.answers[:shown])
 
     def _evaluating(self, activity: Activity) -> None:
+        self.state.moved_on()
         self._evaluating_now = activity
         self.task.hooks.tell(activity)
         if self._is_interrupted:

@@ -55,15 +55,6 @@ class _EvaluatingEngine:
     def __init__(self, engine: RolloutEngine, moved_on: Callable[[], None]) -> None:
         self._engine, self._moved_on = engine, moved_on
 
-    def evaluated(self, size: int, tell: Callable[[int], None]) -> Any:
-        self._moved_on()
-
-        def told(done: int) -> None:
-            tell(done)
-            self._moved_on()
-
-        return cast(Any, self._engine).evaluated(size, told)
-
     def step(self) -> list[Completion]:
         self._moved_on()
         return self._engine.step()
@@ -217,7 +208,7 @@ class WorkerState:
         if self.config.model.policy is not None:
             player = self.engine or make_engine(self.loaded, self.config)
             with averaged(self.learner, player):
-                return play(_EvaluatingEngine(player, self.moved_on), self.config, size, tell)
+                return play(player, size, tell)
         engine, paused = self.engine, _Paused()
         is_sole = self.lead is not None or self.config.flow.carry_over > 0  # no room for a second, for a moment's work
         if is_sole and engine is not None:

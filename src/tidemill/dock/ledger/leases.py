@@ -8,9 +8,6 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
-
 from tidemill.dock.ledger.records import HeldLease
 
 LATE_FACTOR = 3.0  # a straggler has taken this many times the median of ended leases
@@ -91,11 +88,6 @@ class Leases:
     def at(self, stage: int) -> Iterable[tuple[int, HeldLease]]:
         """Return the leases of a stage, the oldest first."""
         return self._at.get(stage, {}).items()
-
-    def replayed(self) -> npt.NDArray[np.int64]:
-        """Rows that are kept and read again, under a lease that does not consume them."""
-        slots = [lease.slots for lease in self._held.values() if lease.is_replay]
-        return np.concatenate([np.empty(0, np.int64), *slots])
 
     def next_deadline(self) -> float | None:
         return min((lease.deadline for lease in self._held.values()), default=None)

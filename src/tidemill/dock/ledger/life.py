@@ -198,7 +198,8 @@ def keep(ledger: Ledger, slots: Ints) -> None:
     kept = np.concatenate([ledger.kept, slots])
     kept = kept[np.argsort(ledger.rows.id[kept], kind="stable")]
     spare = kept[: max(0, len(kept) - ledger.keeps)]
-    spare = spare[~np.isin(spare, ledger.leases.replayed())]
+    again = [lease.slots for c in ledger.controllers for _, lease in ledger.leases.at(c.index) if lease.is_replay]
+    spare = spare[~np.isin(spare, np.concatenate([np.empty(0, np.int64), *again]))]
     ledger.kept = kept[~np.isin(kept, spare)] if len(spare) else kept
     ledger.counts.leave(ledger.rows.id[slots])
     free_rows(ledger, spare)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.algorithms.shared import registry
 from tidemill.batch import GROUP, ID, LENGTH, Batch
 from tidemill.recipe.config import Config
 
@@ -17,8 +18,8 @@ class FragmentFeed:
 
     left_out = 0  # rows of data that cannot be used
 
-    def __init__(self, config: Config, kept_groups: int = 0) -> None:
-        self.config, self.kept_groups = config, kept_groups
+    def __init__(self, config: Config) -> None:
+        self.config, self.kept_groups = config, kept_groups(config)
         self.groups = 0
         self.places: list[int] = []
         self.stop: Callable[[], bool] = lambda: False
@@ -64,5 +65,7 @@ class FragmentFeed:
 
 def kept_groups(config: Config) -> int:
     """Groups whose samples stay in the dock, where they are learned from many times."""
+    if not registry.of(config).is_replayed:
+        return 0
     decisions = config.train.samples_per_prompt * config.rollout.max_new_tokens
     return -(-config.algorithm.replay.capacity // decisions)

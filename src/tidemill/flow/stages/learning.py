@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.algorithms.shared import registry
+from tidemill.algorithms.shared.steps import to_replay
 from tidemill.batch import GROUP, ID, LENGTH, Batch, Column
 from tidemill.dock import Dock, Lease, Want
 from tidemill.flow.adjust import LR, adjust_model, adjusted
@@ -145,11 +146,9 @@ class LearnWorker:
     def _drawn(self, whole: Batch | None, rank: int = 0, ranks: int = 1) -> Batch | None:
         """Return what this rank learns from: the step's samples, or, where samples are learned from many times, some of
         all that the dock keeps."""
-        replay, each = self.config.algorithm.replay, self.config.learn.minibatch or 256
-        seed = self.config.seed % (1 << 32) << 24 | self.learner.version
-        want = Want(rows=-(-replay.updates * each // ranks), sampler="replay", seed=seed, rank=rank, ranks=ranks)
-        made = self.first_group * self.config.train.samples_per_prompt * self.config.rollout.max_new_tokens
-        lease = self.dock.take(self.name, want) if self.replays and made >= replay.begin else None
+        rows, seed = to_replay(self.config, self.learner.version, self.first_group, ranks)
+        want = Want(rows=rows, sampler="replay", seed=seed, rank=rank, ranks=ranks)
+        lease = self.dock.take(self.name, want) if self.replays and rows else None
         if lease is None:
             return None if self.replays else whole
         self.held.append(lease)  # its bytes stay until the update is made

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from safetensors.torch import load_file, save_file
 
 from tidemill.environment.league import POLICY, League, Match, member_name
+from tidemill.environment.vector.duel import Anyone
 from tidemill.recipe.config import Config
 
 Array = npt.NDArray[Any]
@@ -28,6 +29,7 @@ class Opponents:
         has_league = settings is not None and run is not None
         self.league = League(run / "league", settings, writer, config.seed) if has_league else None  # type: ignore[operator, arg-type]
         self.policy, self.version = policy, 0
+        self.slips = settings.slips if settings is not None else 0.0
         self._members: dict[int, Any] = {}
         self._draw: Callable[[str], int | None] = lambda key: None
         self._ended: list[Match] = []
@@ -60,8 +62,15 @@ class Opponents:
         return np.array([ITSELF if one is None else one for one in found], np.int64)
 
     def answer(self, opponent: int, seen: Array, chance: Array) -> Array:
+        """Slips lead to positions that good play never comes to, and whoever learns must know how to win those too."""
         player = self.policy if opponent == ITSELF else self._member(opponent)
-        moves: Array = player.act(seen, chance[:, None].astype(np.float32)).actions[:, 0]
+        is_slip = chance < self.slips
+        moves = np.zeros(len(seen), np.int64)
+        if is_slip.any():
+            moves[is_slip] = Anyone(self.policy.spaces).answer(opponent, seen[is_slip], chance[is_slip] / self.slips)
+        if not is_slip.all():
+            noise = (chance[~is_slip] - self.slips) / (1.0 - self.slips)
+            moves[~is_slip] = player.act(seen[~is_slip], noise[:, None].astype(np.float32)).actions[:, 0]
         return moves
 
     def ended(self, opponents: Ints, seeds: Ints, seats: Ints, scores: Array) -> None:
