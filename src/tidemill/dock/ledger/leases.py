@@ -8,6 +8,9 @@ import statistics
 from collections import deque
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from tidemill.dock.ledger.records import HeldLease
 
 LATE_FACTOR = 3.0  # a straggler has taken this many times the median of ended leases
