@@ -128,9 +128,10 @@ def learn(task, algorithm, seed, goal, every, episodes, most_s, processes=False,
     return {"solved": watch.is_solved, "steps": last[0], "seconds": last[1], "return": last[2], "curve": watch.curve}
 
 
-def rate(task, algorithm, seed, envs, seconds, processes=False, learns=True, **_):
-    """Environment steps per second with so many environments; without `learns` of rollout alone."""
-    own = settings_of(task, algorithm)
+def rate(task, algorithm, seed, envs, seconds, work, processes=False, learns=True, **_):
+    """Environment steps per second with so many environments; without `learns` of rollout alone. `work`: how much is
+    learned from them, by which network, in place of the zoo's."""
+    own = {**settings_of(task, algorithm), **work}
     made = make(task, algorithm, seed, envs, own.get("gamma", 0.99), processes)
     model = PPO("MlpPolicy", made, seed=seed, device="cpu", **own)
     if not learns:

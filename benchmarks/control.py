@@ -163,8 +163,8 @@ def of_peer(python: str, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rate(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of acting and learning, and of acting alone. The peer keeps its own network, minibatches and epochs; ours make 10
-    passes over 128 decisions of each environment, 64 at a time."""
+    """Of acting and learning, and of acting alone. Both sides do the same work: two networks of 64 and 64, 10 passes
+    over 128 decisions of each environment, 64 at a time."""
     ours: dict[str, Any] = {"env_steps_per_s": {}, "acting_steps_per_s": {}}
     peer: dict[str, Any] = {"env_steps_per_s": {}, "acting_steps_per_s": {}}
     ratios: dict[str, dict[str, float]] = {"env_steps_per_s": {}, "acting_steps_per_s": {}}
@@ -206,6 +206,7 @@ def peer_rate(task: str, options: Mapping[str, Any], learns: bool) -> float:
     asked = {
         "what": "rate", "task": GYMNASIUM[task], "algorithm": "ppo", "seed": 0, "envs": options["environments"],
         "seconds": options["rate_s"], "learns": learns,
+        "work": {"n_steps": 128, "batch_size": 64, "n_epochs": 10, "policy_kwargs": {"net_arch": [64, 64]}},
     }  # fmt: skip
     return max(of_peer(options["sb3"], {**asked, "processes": p})["env_steps_per_s"] for p in (False, True))
 
