@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from tidemill.data import conversations, known
 from tidemill.data.pictures.opened import NoPicture
 from tidemill.data.pictures.shown import of_row
 from tidemill.data.prompts import template_columns
+from tidemill.data.rewrite import answer_pattern, rewriter
 from tidemill.data.source import Example, FileRows, Message
-from tidemill.errors import ConfigError, DataError, MissingExtra, did_you_mean
+from tidemill.errors import DataError, MissingExtra, did_you_mean
 from tidemill.models.box import hub
 
 if TYPE_CHECKING:
@@ -303,10 +304,10 @@ def maker(data: Data) -> Callable[[Row], tuple[Example | BadRow, DataError | Non
     def make(row: Row) -> tuple[Example | BadRow, DataError | None]:
         if isinstance(row, BadRow):
             return row, None
-        made = rewrite(to_example(row[0], row[1], data, pattern))
+        made = to_example(row[0], row[1], data, pattern)
         if error := missing_column(row[0], row[1], needed):
             return BadRow(row[0], error.message.removeprefix(f"{row[0]}: ")), error
-        return made, None
+        return made if isinstance(made, BadRow) else rewrite(made), None
 
     return make
 
@@ -333,62 +334,6 @@ def missing_column(where: str, row: Mapping[str, Any], needed: list[tuple[str, s
         message = f"{where}: there is no column 'prompt', 'messages', 'conversations' or 'text'{near}"
         return DataError(message, f"name it with data.columns.prompt; the row's columns are {', '.join(row)}")
     return None
-
-
-def answer_pattern(data: Data) -> re.Pattern[str] | None:
-    if data.answer_pattern is None:
-        return None
-    try:
-        pattern = re.compile(data.answer_pattern)
-    except re.error as error:
-        raise ConfigError(
-            f"data.answer_pattern is not a valid regular expression: {error}",
-            r"write one with a group in parentheses, such as '####\s*(.+)'",
-        ) from error
-    if pattern.groups < 1:
-        raise ConfigError(
-            f"data.answer_pattern={data.answer_pattern} has no group", "put the answer's part in parentheses: '=(.+)'"
-        )
-    return pattern
-
-
-REWRITTEN = ("prompt", "answer", "response")
-
-
-def rewriter(data: Data) -> Callable[[Example | BadRow], Example | BadRow]:
-    """Return a function that applies `data.rewrite` to an example's text columns."""
-    if unknown := [column for column in data.rewrite if column not in REWRITTEN]:
-        raise ConfigError(
-            f"data.rewrite names the column {unknown[0]!r}{did_you_mean(unknown[0], REWRITTEN)}",
-            f"it can rewrite {', '.join(REWRITTEN)}",
-        )
-    rules = {
-        column: [(compiled("data.rewrite", pattern), new) for pattern, new in pairs]
-        for column, pairs in data.rewrite.items()
-    }
-
-    def rewrite(example: Example | BadRow) -> Example | BadRow:
-        if isinstance(example, BadRow):
-            return example
-        changed: dict[str, str] = {}
-        for column, pairs in rules.items():
-            text = getattr(example, column)
-            if isinstance(text, str):
-                for pattern, new in pairs:
-                    text = pattern.sub(new, text)
-                changed[column] = text.strip()
-        return replace(example, **changed) if changed else example  # type: ignore[arg-type]
-
-    return rewrite
-
-
-def compiled(key: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(
-            f"{key}: {pattern!r} is not a valid regular expression: {error}", "see the Python manual, module re"
-        ) from error
 
 
 def to_example(where: str, row: Mapping[str, Any], data: Data, pattern: re.Pattern[str] | None) -> Example | BadRow:
