@@ -111,7 +111,7 @@ def test_a_run_without_rewards_has_its_loss_as_curve_and_a_reward_model_is_not_t
         screen = io.StringIO()
         config = recipe.load({"name": "x", "algorithm": algorithm}).config
         summary = Summary(rewards=[-0.7, -0.6], has_rewards=False)
-        show.ending(Console(file=screen, width=120), config, tmp_path, summary)
+        show.ending(Console(file=screen, width=200), config, tmp_path, summary)
         lines = [line.strip() for line in screen.getvalue().splitlines()]
         assert "loss" in lines and "reward" not in lines and any(line.startswith("0.7") for line in lines)
         assert ("chat with the model" in screen.getvalue()) == (algorithm == "dpo")
