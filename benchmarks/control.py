@@ -63,8 +63,8 @@ def run(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def solve(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    ours: dict[str, dict[str, Any]] = {"seconds": {}, "steps": {}, "solved": {}}
-    peer: dict[str, dict[str, Any]] = {"seconds": {}, "steps": {}, "solved": {}}
+    ours: dict[str, Any] = {"seconds": {}, "steps": {}, "solved": {}}
+    peer: dict[str, Any] = {"seconds": {}, "steps": {}, "solved": {}}
     ratios = {}
     for task in options["tasks"]:
         own: list[dict[str, Any]] = []
@@ -76,16 +76,12 @@ def solve(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
                 other.append(solved_by_peer(options["sb3"], task, seed, float(options["most_s"])))
                 said(task, seed, "sb3", other[-1])
         for found, rows in ((ours, own), (peer, other)):
-            for key in found:
+            for key in ("seconds", "steps", "solved"):
                 found[key][task] = {str(seed): row[key] for seed, row in zip(options["seeds"], rows)}
+            if rows:
+                found |= {f"{task}_median_{key}": median(rows, key) for key in ("seconds", "steps")}
         if other:
             ratios[task] = median(other, "seconds") / median(own, "seconds")
-        ours[f"{task}_median_seconds"], ours[f"{task}_median_steps"] = median(own, "seconds"), median(own, "steps")  # type: ignore[assignment]
-        if other:
-            peer[f"{task}_median_seconds"], peer[f"{task}_median_steps"] = (  # type: ignore[assignment]
-                median(other, "seconds"),
-                median(other, "steps"),
-            )
     return {**ours, "sb3_seconds_over_ours": ratios}, peer if options["sb3"] else {}
 
 

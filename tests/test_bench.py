@@ -134,3 +134,19 @@ def test_a_peer_runs_without_what_importing_tidemill_set_but_with_what_the_user_
 def test_a_peer_of_the_step_loads_torch_before_tidemill():
     code = "import sys, benchmarks.step; sys.exit('tidemill' in sys.modules or 'torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_bench_control_solves_several_tasks_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import control
+
+    def solved(*words: object) -> dict[str, object]:
+        return {"seconds": float(words[-2]) + 1.0, "steps": 10, "solved": True}  # type: ignore[arg-type]
+
+    monkeypatch.setattr(control, "solved_by_us", solved)
+    monkeypatch.setattr(control, "solved_by_peer", solved)
+    options = {**control.OPTIONS, "tasks": ["cartpole", "pendulum"], "seeds": [0, 1, 2], "sb3": "python"}
+    ours, peer = control.solve(options)
+    each = {"0": 1.0, "1": 2.0, "2": 3.0}
+    assert ours["seconds"] == peer["seconds"] == {"cartpole": each, "pendulum": each}
+    assert ours["pendulum_median_seconds"] == 2.0
+    assert ours["sb3_seconds_over_ours"] == {"cartpole": 1.0, "pendulum": 1.0}
