@@ -69,4 +69,6 @@ def test_faulty_programs_leave_no_memory_behind(playing):  # noqa: F811
         sizes.append(psutil.Process().memory_info().rss)
         files.append(len(os.listdir("/proc/self/fd")))
     assert sizes[2] - sizes[1] < 24 << 20, sizes
-    assert files[2] <= files[1], files
+    # Each kind of fault came six times a round, so a descriptor lost by any of them counts six. Fewer are other
+    # tests' threads in this process.
+    assert files[2] - files[1] < 6, files
