@@ -48,11 +48,11 @@ types: install
 	@$(BIN)/mypy
 
 quick: install ## the quick tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(addprefix --ignore=,$(RANKS) tests/npu)
+	@OMP_NUM_THREADS=1 tests/two_at_once.sh $(BIN)/python -m "not slow and not gpu" $(addprefix --ignore=,$(RANKS) tests/npu)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" $(RANKS)
 
 slow: install ## the slow tests: learning, faults, peers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not gpu and not learning" $(addprefix --ignore=,$(RANKS) tests/npu)
+	@OMP_NUM_THREADS=1 tests/two_at_once.sh $(BIN)/python -m "slow and not gpu and not learning" $(addprefix --ignore=,$(RANKS) tests/npu)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu" $(RANKS)
 
 test-npu: install ## tests on NPUs: this machine's, or a stand-in where there are none (it says which)
