@@ -17,22 +17,26 @@ from tidemill.learn.logprob import triton_logprob
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 5.0)])
 @pytest.mark.parametrize("vocabulary", [37, 4099])
-def test_kernels_equal_their_plain_forms(vocabulary: int, temperature: float, softcap: float | None) -> None:
+def test_kernels_equal_their_plain_forms(
+    vocabulary: int, temperature: float, softcap: float | None, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     fused = logprob.Words(temperature, softcap, is_fused=True)
-    logits = torch.randn(3, vocabulary, device=DEVICE) * 4
+    logits = (torch.randn(3, vocabulary, device=DEVICE) * 4).to(dtype)
     targets = torch.randint(0, vocabulary, (3,), device=DEVICE)
     found = fused.statistics(logits, targets)
-    wanted = logprob.statistics(logits, targets, temperature, softcap)
+    exact = logits.float()  # the kernels read either type and compute in float32
+    wanted = logprob.statistics(exact, targets, temperature, softcap)
     for ours, plain in zip(found, wanted):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
     g = torch.randn(2, 3, device=DEVICE)
     for given in ((g[0], g[1]), (g[0], None), (None, g[1])):
         rest = (targets, wanted[2], wanted[1], *given, temperature, softcap, torch.float32)
         torch.testing.assert_close(
-            triton_logprob.logit_gradient(logits, *rest), logprob.logit_gradient(logits, *rest), atol=1e-5, rtol=1e-4
+            triton_logprob.logit_gradient(logits, *rest), logprob.logit_gradient(exact, *rest), atol=1e-5, rtol=1e-4
         )
 
 
