@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,6 +94,22 @@ def test_a_segment_with_a_view_out_is_not_recycled_and_afterwards_the_old_view_i
     assert arena.recycle(number)
     with pytest.raises(SegmentGone, match="recycled"):
         read(views, arena, reservation, nbytes)
+
+
+def test_who_has_read_a_segment_and_then_writes_to_it_opens_nothing_more(arena):
+    def held():
+        links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+        return sum(os.readlink(link).startswith(str(arena.folder)) for link in links if link.is_symlink())
+
+    reservation, _ = store(writer_for(arena, Views()), some_batch())
+    mapped = seg.Mapped(arena.folder, reservation.copy.segment)
+    before = held()
+    seen = mapped.map(mapped.header(), writable=False)
+    assert held() > before
+    once = held()
+    mapped.map(mapped.header(), writable=True)[seg.HEADER_BYTES] = 77
+    assert held() == once
+    assert seen[seg.HEADER_BYTES] == 77
 
 
 def test_a_torch_tensor_keeps_its_view_alive(arena):

@@ -13,6 +13,7 @@ import struct
 import sys
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 HEADER_BYTES = 4096
 MAGIC = 0x54494445_4D494C4C
 IN_MEMORY, SPILLED = 0, 1
+MADV_POPULATE_WRITE = 23  # Python has no name for it
 _HEADER = struct.Struct("<QQQQ")  # magic, generation, where, body bytes
 
 
@@ -109,6 +111,7 @@ class Mapped:
             os.close(self.fd)
             raise SegmentGone(f"segment {number} is shorter than its header") from None
         self._maps: dict[tuple[int, bool], mmap.mmap] = {}
+        self._is_populated = False
 
     def header(self) -> Header:
         return _parse(self._header)
@@ -119,18 +122,30 @@ class Mapped:
         key = (header.where, writable)
         if key not in self._maps:
             size = HEADER_BYTES + header.nbytes
-            prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             if header.where == IN_MEMORY:
-                # a writer fills it at once: one batch of page-table entries instead of a fault per page
-                flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
-                self._maps[key] = mmap.mmap(self.fd, size, flags, prot)
+                self._map_memory(size)
             else:
                 fd = os.open(spill_path_of(self._arena, self._number), os.O_RDONLY)
                 try:
                     self._maps[key] = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
                 finally:
                     os.close(fd)
+        if writable and not self._is_populated:
+            self._populate(self._maps[key])
         return self._maps[key]
+
+    def _map_memory(self, size: int) -> None:
+        """Map for reading and for writing at once: each mapping holds a descriptor, and a process that first writes
+        to a segment after hours would otherwise seem to lose one."""
+        for writable in (False, True):
+            prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            self._maps[IN_MEMORY, writable] = mmap.mmap(self.fd, size, mmap.MAP_SHARED, prot)
+
+    def _populate(self, mapped: mmap.mmap) -> None:
+        """A writer fills it at once: one batch of page-table entries instead of a fault per page."""
+        self._is_populated = True
+        with suppress(OSError):  # before Linux 5.14: pages come as they are touched
+            mapped.madvise(MADV_POPULATE_WRITE)
 
     def is_unlinked(self) -> bool:
         return os.fstat(self.fd).st_nlink == 0
