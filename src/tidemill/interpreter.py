@@ -14,7 +14,7 @@ import socket
 import struct
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,17 +77,17 @@ def _fill(line: socket.socket, into: memoryview) -> None:
 class Interpreter:
     """A module of Tidemill's run by another Python. `call` sends a request and waits for its answer."""
 
-    def __init__(self, python: Path, module: str, what: str, log: Path, environment: Mapping[str, str]) -> None:
-        """`what`: how messages call it. `environment`: added to this process's own."""
-        self.what, self.log = what, log.absolute()
+    def __init__(self, python: Path, module: str, what: str, log: Path | None, environment: Mapping[str, str]) -> None:
+        """`what`: how messages call it. `log`: what it prints; without one, that joins what this process prints.
+        `environment`: added to this process's own."""
+        self.what, self.log = what, None if log is None else log.absolute()
         self._folder = OwnedFolder()
         self.home = self._folder.path
         (self.home / "tidemill").symlink_to(Path(__file__).resolve().parent)
         self.line, theirs = socket.socketpair()
-        log.parent.mkdir(parents=True, exist_ok=True)
         own = {**os.environ, **environment, "PYTHONPATH": str(self.home)}
         try:
-            with log.open("ab") as written, theirs:
+            with self._written() as written, theirs:
                 self.process = subprocess.Popen(
                     [str(python), "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=own,
                     stdin=subprocess.DEVNULL, stdout=written, stderr=written, cwd=self.home,
@@ -101,17 +101,29 @@ class Interpreter:
             send(self.line, Message(kind, dict(fields or {}), arrays))
             answer = receive(self.line)
         except (EOFError, OSError) as error:
-            raise InterpreterError(self._obituary(), f"its log is {self.log}") from error
+            raise InterpreterError(self._obituary(), self._where()) from error
         if answer.kind == "failed":
-            raise TidemillError(f"{self.what} failed: {answer.fields['error']}", f"its log is {self.log}")
+            raise TidemillError(f"{self.what} failed: {answer.fields['error']}", self._where())
         return answer
+
+    def _written(self) -> AbstractContextManager[Any]:
+        """Where the process prints; nothing stands for this process's own."""
+        if self.log is None:
+            return nullcontext()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        return self.log.open("ab")
+
+    def _where(self) -> str:
+        return "see what it printed before" if self.log is None else f"its log is {self.log}"
 
     def _obituary(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_S)
         code = self.process.poll()
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended (exit code {code})"
-        said = self.log.read_text(errors="replace").strip()[-TAIL:] if self.log.exists() else ""
+        said = ""
+        if self.log is not None and self.log.exists():
+            said = self.log.read_text(errors="replace").strip()[-TAIL:]
         return f"{self.what} {how}" + (f": {said.splitlines()[-1]}" if said else "")
 
     def close(self) -> None:

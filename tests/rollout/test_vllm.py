@@ -17,8 +17,9 @@ from tidemill.errors import ConfigError, ModelError
 from tidemill.models import lora
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
-from tidemill.rollout.vllm import VLLMEngine, _router_biases, check_version, start
+from tidemill.rollout.vllm import VLLMEngine, _router_biases, start
 from tidemill.rollout.vllm_kept import KeptMass
+from tidemill.rollout.vllm_start import check_version
 from tidemill.rollout.vllm_worker import WeightLoader
 
 
@@ -338,7 +339,7 @@ def test_the_bias_that_experts_are_chosen_by_goes_with_the_weights_and_our_own_d
 
 
 def test_an_argument_that_vllm_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def llm(folder: str, *, load_format: str, **known: Any) -> Any:
+    def llm(*, model: str, load_format: str, **known: Any) -> Any:
         if "quantisation" in known:
             raise TypeError("EngineArgs.__init__() got an unexpected keyword argument 'quantisation'")
 

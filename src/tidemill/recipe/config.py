@@ -46,6 +46,9 @@ class VLLM(Section):
     sleep_level: Literal[1, 2] = Field(
         1, description="while asleep, vLLM keeps its weights in host memory (1) or drops them until the next update (2)"
     )
+    python: str = Field(
+        "", description="a Python interpreter that has vLLM, where vLLM is to run in a process of that; empty: this one"
+    )
     args: dict[str, Any] = Field(
         {}, description="further arguments of vllm.LLM, such as quantization or tensor_parallel_size"
     )

@@ -90,6 +90,7 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
                 memory_share=rollout.vllm.memory_share,
                 sleep_level=rollout.vllm.sleep_level,
                 truncates=rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0,
+                python=rollout.vllm.python,
                 seed=config.seed,
                 **rollout.vllm.args,
             )

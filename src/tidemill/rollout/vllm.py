@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
@@ -19,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.errors import ConfigError, ModelError
+from tidemill.errors import ModelError
+from tidemill.interpreter import find_python
 from tidemill.models import lora
 from tidemill.models.buffers import persistent
 from tidemill.models.mixture import routing
@@ -40,13 +39,14 @@ from tidemill.rollout.mismatch import Mismatch, measure
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.sampling import is_steered, is_truncated
 from tidemill.rollout.stops import ends_by_string
-from tidemill.rollout.vllm_kept import NAME, KeptMass, processor
+from tidemill.rollout.vllm_kept import NAME, KeptMass
+from tidemill.rollout.vllm_process import ToldMass, VLLMProcess
+from tidemill.rollout.vllm_start import make_llm, make_params
 
 # Mean gap of log-probabilities after a load. bfloat16 alone makes hundredths; a stale output layer whole nats.
 PARITY_NATS = 0.15
 PROBE_TOKENS = 48
-EXTENSION = "tidemill.rollout.vllm_worker.WeightLoader"
-OLDEST = (0, 20)  # vLLM whose calls these are
+REMEDY = "give the Python of an environment that has vLLM, such as .venv-vllm/bin/python"
 
 
 class VLLMEngine:
@@ -64,7 +64,7 @@ class VLLMEngine:
         max_len: int,
         tokenizer: Any = None,
         sleep_level: int = 1,
-        kept: KeptMass | None = None,
+        kept: KeptMass | ToldMass | None = None,
     ) -> None:
         self.llm, self.model, self.tokenizer = llm, model, tokenizer
         self.engine = llm.llm_engine
@@ -269,59 +269,32 @@ class VLLMEngine:
 
 def start(
     model: Any, *, eos_ids: Sequence[int], max_len: int, max_seqs: int, tokenizer: Any = None,
-    memory_share: float = 0.5, sleep_level: int = 1, truncates: bool = False, **options: Any,
+    memory_share: float = 0.5, sleep_level: int = 1, truncates: bool = False, python: str = "", **options: Any,
 ) -> VLLMEngine:  # fmt: skip
     """vLLM with the learner's model: made with random weights of its shape, then loaded from it. `truncates`: requests
-    may ask for top_p, top_k and min_p. `options` go to `vllm.LLM` as they are."""
-    # In this process, so that weights are handed over and not sent.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    kept = KeptMass() if truncates else None
-    if kept is not None:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other has no logits processors of this kind
-    try:
-        import vllm
-        from vllm import LLM, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-    except ImportError as error:
-        raise ModelError(f"rollout.engine=vllm needs vLLM: {error}", "pip install vllm, or use native") from None
-    check_version(vllm.__version__)
-    if kept is not None:
-        # In step with the host: a row's mass is written down under the number of tokens that it has.
-        options = {"logits_processors": [processor(kept)], "async_scheduling": False, **options}
-
-    def make_params(**how: Any) -> Any:
-        return SamplingParams(output_kind=RequestOutputKind.DELTA, **how)
-
+    may ask for top_p, top_k and min_p. `python`: another interpreter, which has vLLM. `options` go to `vllm.LLM` as
+    they are."""
     parameter = next(model.parameters())
-    try:
-        llm = LLM(
-            _config_folder(model), load_format="dummy", skip_tokenizer_init=True,
-            dtype=str(parameter.dtype).removeprefix("torch."), max_model_len=max_len, max_num_seqs=max_seqs,
-            gpu_memory_utilization=memory_share, generation_config="vllm", logprobs_mode="processed_logprobs",
-            worker_extension_cls=EXTENSION, enable_sleep_mode=parameter.device.type != "cpu", disable_log_stats=True,
-            **options,
-        )  # fmt: skip
-    except TypeError as error:
-        if "unexpected keyword" not in str(error):
-            raise
-        raise ConfigError(f"vLLM {vllm.__version__}: {error}", "correct or remove it in rollout.vllm.args") from None
+    arguments = {
+        "model": _config_folder(model), "load_format": "dummy", "skip_tokenizer_init": True,
+        "dtype": str(parameter.dtype).removeprefix("torch."), "max_model_len": max_len, "max_num_seqs": max_seqs,
+        "gpu_memory_utilization": memory_share, "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": parameter.device.type != "cpu", **options,
+    }  # fmt: skip
+    kept: KeptMass | ToldMass | None
+    if python:
+        kept = ToldMass() if truncates else None
+        llm: Any = VLLMProcess(find_python("rollout.vllm.python", python, "", REMEDY), arguments, kept)
+        params: Callable[..., Any] = dict
+    else:
+        kept = KeptMass() if truncates else None
+        llm, params = make_llm(arguments, kept), make_params
     engine = VLLMEngine(
-        llm, make_params, model, eos_ids=eos_ids, max_len=max_len, tokenizer=tokenizer, sleep_level=sleep_level,
+        llm, params, model, eos_ids=eos_ids, max_len=max_len, tokenizer=tokenizer, sleep_level=sleep_level,
         kept=kept,
     )  # fmt: skip
     engine.load(None, 0)
     return engine
-
-
-def check_version(version: str) -> None:
-    """Versions that are not numbers (built from a source tree) pass."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and ".dev" not in version and tuple(map(int, numbers.groups())) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise ModelError(
-            f"rollout.engine=vllm works with vLLM {oldest} or newer; {version} is installed",
-            "pip install -U vllm, or set rollout.engine=native",
-        )
 
 
 def _config_folder(model: Any) -> str:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from tidemill.interpreter import Interpreter
-from tidemill.learn.mindspore.memory import SharedTensors
 from tidemill.learn.mindspore.shapes import Shapes, needed, padded, tables_of
 from tidemill.learn.rows.packing import PackedBatch
+from tidemill.shared_tensors import SharedTensors
 
 MODULE = "tidemill.learn.mindspore.child.serve"
 WEIGHT, FIRST, SECOND, SUM = "weight", "exp_avg", "exp_avg_sq", "sum"
