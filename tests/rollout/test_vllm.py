@@ -17,7 +17,7 @@ from tidemill.errors import ConfigError, ModelError
 from tidemill.models import lora
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
-from tidemill.rollout.vllm import VLLMEngine, _router_biases, start
+from tidemill.rollout.vllm import VLLMEngine, _router_biases, options_of, start
 from tidemill.rollout.vllm_kept import KeptMass
 from tidemill.rollout.vllm_start import check_version
 from tidemill.rollout.vllm_worker import WeightLoader
@@ -336,6 +336,13 @@ def test_the_bias_that_experts_are_chosen_by_goes_with_the_weights_and_our_own_d
     model.gate.register_buffer("e_score_correction_bias", torch.ones(4))
     model.gate.register_buffer("tide_bias", torch.ones(4))
     assert list(_router_biases(model)) == ["gate.e_score_correction_bias"]
+
+
+def test_weights_stay_replaceable_on_npus_unless_told_otherwise() -> None:
+    assert options_of("cuda", {"seed": 1}) == {"seed": 1}
+    assert options_of("npu", {})["additional_config"] == {"weight_nz_mode": 0}
+    given = {"additional_config": {"weight_nz_mode": 1, "refresh": True}}
+    assert options_of("npu", given) == given
 
 
 def test_an_argument_that_vllm_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

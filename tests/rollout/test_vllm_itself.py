@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -240,5 +241,25 @@ def test_an_engine_over_two_workers_takes_weights_and_scores_as_the_learner_does
                 parameter.mul_(1.1)
         engine.load(None, 1)
         assert engine.parity is not None and engine.parity.mean < ROUNDING
+    finally:
+        engine.close()
+
+
+def test_in_an_interpreter_of_its_own_it_serves_the_learners_weights_and_truncates() -> None:
+    model = small_model(is_tied=True)
+    engine = start(
+        model, eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, truncates=True, python=sys.executable
+    )
+    try:
+        assert engine.parity is not None and engine.parity.mean < ROUNDING
+        assert gap(engine, roll(engine, asked(temperature=0.8)), 0.8).mean < ROUNDING
+        done = roll(engine, asked(top_p=0.8))
+        assert all(len(c.kept or []) == len(c.tokens) for c in done.values())
+        assert gap(engine, done).mean < ROUNDING
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        engine.load(None, 1)
+        assert engine.parity.mean < ROUNDING
     finally:
         engine.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -279,7 +279,7 @@ def start(
         "model": _config_folder(model), "load_format": "dummy", "skip_tokenizer_init": True,
         "dtype": str(parameter.dtype).removeprefix("torch."), "max_model_len": max_len, "max_num_seqs": max_seqs,
         "gpu_memory_utilization": memory_share, "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
-        "enable_sleep_mode": parameter.device.type != "cpu", **options,
+        "enable_sleep_mode": parameter.device.type != "cpu", **options_of(parameter.device.type, options),
     }  # fmt: skip
     kept: KeptMass | ToldMass | None
     if python:
@@ -295,6 +295,14 @@ def start(
     )  # fmt: skip
     engine.load(None, 0)
     return engine
+
+
+def options_of(device: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's arguments, with what a device's plug-in must be told. Weights in Ascend's NZ format can neither be
+    replaced in place nor taken up again after a sleep."""
+    if device != "npu":
+        return dict(given)
+    return {**given, "additional_config": {"weight_nz_mode": 0, **given.get("additional_config", {})}}
 
 
 def _config_folder(model: Any) -> str:
