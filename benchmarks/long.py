@@ -101,14 +101,14 @@ def alone(prompt: int, response: int, step_tokens: int) -> dict[str, Any]:
     engine.submit(Request(0, [5] * 64, Sampling(max_tokens=64, ignore_eos=True)))  # warm
     while engine.has_work:
         engine.step()
-    began, start = time.perf_counter(), _resident()
+    start, began, worked = _resident(), time.perf_counter(), time.process_time()
     engine.submit(Request(1, text, Sampling(max_tokens=response, ignore_eos=True)))
     marks = list(_marks(engine, total, began))
     most = [row["beside_cache_mb"] for row in marks]
     return {
         "prompt": prompt, "response": response, "cache_mb": marks[-1]["cache_mb"], "start_mb": start / MB,
         "marks": marks, "growth_mb": max(most) - most[0], "peak_mb": _peak() / MB,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - began, "cpu_s": time.process_time() - worked,
     }  # fmt: skip
 
 

@@ -89,11 +89,8 @@ class NativeEngine:
         keeps_asleep: bool = True,
     ) -> None:
         parameter = next(model.parameters())
-        self.device = parameter.device
-        self.model = model
-        self.tokenizer = tokenizer
-        self.max_len = max_len
-        self.reuse_prefix = reuse_prefix
+        self.model, self.device, self.tokenizer = model, parameter.device, tokenizer
+        self.max_len, self.reuse_prefix = max_len, reuse_prefix
         self.version = 0
         self.links = links
         self.vocab = share.of(model).vocabulary if links else int(model.get_output_embeddings().weight.shape[0])
@@ -120,9 +117,7 @@ class NativeEngine:
         self.routes = RouteRecorder(model, self.store) if record_routes and not has_none else None
         self.eyes = eyes.of(model)
         self.looking = Looking(self.eyes, self.device, keeps_features)
-        self.limits = RequestLimits(
-            self.vocab, max_len, self.pool.pages * self.pool.page_size, tokenizer is not None, self.eyes
-        )
+        self.limits = RequestLimits(self.vocab, max_len, self.pool.tokens, tokenizer is not None, self.eyes)
         self.states = StateStore(max_seqs, self.device) if mixers.has_some(model) else None
         step_tokens = max(step_tokens or room.step_tokens, max_seqs + self.pool.page_size)
         self.scheduler = Scheduler(
