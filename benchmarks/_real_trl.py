@@ -88,7 +88,6 @@ def train(job: Mapping[str, Any]) -> list[dict[str, float]]:
     )  # fmt: skip
     trainer.train()
     trainer.save_model(str(Path(job["folder"]) / f"checkpoint-{len(laps)}"))
-    trainer.processing_class.save_pretrained(job["folder"])
     spent = [0.0, *accumulate(laps)]
     steps = [*range(job["every"] * updates, len(laps), job["every"] * updates), len(laps)]
     return [{"step": step // updates, "seconds": spent[step], "checkpoint": step} for step in steps]

@@ -8,7 +8,6 @@ tidemill bench real --size cpu --seeds 1 --json               # 2 CPU cores, 15 
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -142,9 +141,6 @@ def with_trl(came: Came, options: Mapping[str, Any], place: Path) -> list[dict[s
 def judged(point: dict[str, Any], folder: Path, recipe: str, options: Mapping[str, Any]) -> dict[str, float]:
     """A point of TRL's curve with its checkpoint's held-out accuracy, measured as ours is."""
     checkpoint = folder / f"checkpoint-{point.pop('checkpoint')}"
-    for file in folder.glob("*token*"):
-        if not (checkpoint / file.name).exists():
-            shutil.copy(file, checkpoint / file.name)
     size = next((s.split("=")[1] for s in options["settings"] if s.startswith("eval.size=")), 0)
     return point | base(str(checkpoint), recipe, int(size) or WHOLE, int(options["samples"]))
 
