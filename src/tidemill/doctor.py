@@ -22,7 +22,7 @@ from tidemill.errors import TidemillError, human
 from tidemill.estimate import handover as turns
 from tidemill.estimate import ranks_memory
 from tidemill.estimate import run as estimate
-from tidemill.estimate.memory import MemoryEstimate, host_bytes, memory
+from tidemill.estimate.memory import MemoryEstimate, host_bytes, host_cache_bytes, memory
 from tidemill.models import published
 from tidemill.models.box import find
 from tidemill.models.shape import ModelShape, shape_of
@@ -220,12 +220,18 @@ def _one_rank(config: Config, shape: ModelShape | None, chosen: device.Device) -
         yield _beside_learner(config, shape, alone, have)
     on_host = host_bytes(config, shape) + turns.host_bytes(needed, handed_over) if chosen.kind != "cpu" else 0
     if on_host:
-        room = host.memory().free
-        what = f"{human(on_host)} by estimate on the host instead of the device; {human(room)} is free"
         remedy = "learn.moments=int8 makes the optimizer's state small; learn.offload=none"
-        yield _fitting("recipe host memory", what, on_host <= room, remedy)
+        if config.rollout.cache_on_host_gb:
+            remedy += "; a smaller rollout.cache_on_host_gb"
+        yield _on_host(on_host, remedy)
     if not chosen.supports(config.model.dtype):
         yield Finding("recipe dtype", f"{config.model.dtype} is slow on this device", "warn", "model.dtype=float32")
+
+
+def _on_host(needed: int, remedy: str) -> Finding:
+    room = host.memory().free
+    what = f"{human(needed)} by estimate on the host instead of the device; {human(room)} is free"
+    return _fitting("recipe host memory", what, needed <= room, remedy)
 
 
 def _fitting(area: str, what: str, fits: bool, remedy: str) -> Finding:
@@ -293,6 +299,8 @@ def _ranks(config: Config, shape: ModelShape) -> Iterator[Finding]:
     yield _fitting("recipe memory", what, needed.total <= have, "; ".join(_rank_savings(shape, needed)))
     if config.cluster.executor != "local":
         yield _beside_learner(config, shape, needed, have)
+    if evicted := host_cache_bytes(config):
+        yield _on_host(evicted, "a smaller rollout.cache_on_host_gb")
 
 
 SIZES = ("tp", "dp", "pp")
@@ -359,6 +367,7 @@ def _savings(config: Config, needed: MemoryEstimate) -> Iterator[str]:
         "optimizer": "learn.optimizer_on_host=true, or learn.moments=int8",
         "gradients": "learn.lora_rank=16 learns few weights" if not learn.lora_rank else "a smaller learn.lora_rank",
         "cache": "a smaller rollout.concurrent or rollout.cache_tokens",
+        "host_cache": "a smaller rollout.cache_on_host_gb",
         "reference": "algorithm.kl.coef=0 needs no reference model",
         "mean": "learn.ema=0 keeps no running mean of the weights",
     }

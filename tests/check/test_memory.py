@@ -169,6 +169,14 @@ def test_what_leaves_the_device_is_counted_on_the_host():
     assert on_host("learn.optimizer_on_host=true", "learn.master=float32") == 12 * count
     assert on_host("learn.optimizer_on_host=true", "learn.lora_rank=8") < count
     assert on_host("learn.offload=activations") > 2**30
+    assert on_host("rollout.cache_on_host_gb=2.5") == 2_500_000_000
+
+
+def test_the_cache_of_evicted_samples_is_counted_where_the_host_is_the_device():
+    assert needed("rollout.cache_on_host_gb=2").host_cache == 2_000_000_000
+    apart = ["cluster.executor=processes", "cluster.placement.rollout=separated", "cluster.rollouts=3"]
+    assert needed("rollout.cache_on_host_gb=2", *apart).host_cache == 6_000_000_000
+    assert needed().host_cache == 0
 
 
 def test_every_setting_that_saves_memory_is_known():

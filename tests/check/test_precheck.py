@@ -89,6 +89,7 @@ def test_settings_that_work_pass():
             "rollout.engine=vllm & rollout.cache_tokens=4096",
             "rollout.cache_tokens is 4096, but vllm does not",
         ),
+        ("rollout.engine=hf & rollout.cache_on_host_gb=1", "rollout.cache_on_host_gb is 1.0, but hf does not have"),
         ("rollout.engine=hf & rollout.page_size=16", "rollout.page_size is 16, but hf does not have this setting"),
         ("rollout.batch_invariant=true & rollout.speculate=on", "rollout.batch_invariant does not use"),
         ("learn.dora=true", "learn.lora_rank=16 would do"),

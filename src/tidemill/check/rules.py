@@ -93,6 +93,7 @@ RULES = (
     Rule("rollout.speculate", lambda c: not_native(c) and c.rollout.speculate == "on", NATIVE, "auto"),
     Rule("rollout.page_size", lambda c: not_native(c) and c.rollout.page_size is not None, NATIVE, "none"),
     Rule("rollout.cache_tokens", lambda c: not_native(c) and c.rollout.cache_tokens is not None, NATIVE, "none"),
+    Rule("rollout.cache_on_host_gb", lambda c: not_native(c) and c.rollout.cache_on_host_gb > 0, NATIVE, "0"),
     Rule("learn.moe.replay", lambda c: not_native(c) and c.learn.moe.replay,
          "rollout.engine {c.rollout.engine} does not record routes", "rollout.engine=native|false"),
     Rule(INVARIANT, lambda c: not_native(c) and c.rollout.batch_invariant,

@@ -37,6 +37,7 @@ class MemoryEstimate:
     copies: int = 0  # the weights that a separated rollout serves, and the next ones beside them; those in 8 bits
     mean: int = 0  # of the weights, for evaluations
     reward_model: int = 0  # a trained one, where it is beside the learner
+    host_cache: int = 0  # of evicted samples, where the device is the host
 
     @property
     def total(self) -> int:
@@ -93,6 +94,7 @@ def memory(
         copies=(2 * count * width if config.flow.is_separated else 0) + eight_bit_bytes(config, shape),
         reward_model=reward_model_bytes(config),
         mean=4 * trained if learn.ema else 0,
+        host_cache=0 if on_accelerator else host_cache_bytes(config),
     )
 
 
@@ -118,11 +120,21 @@ def reward_model_bytes(config: Config) -> int:
     return sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
 
 
+def host_cache_bytes(config: Config) -> int:
+    """Of samples that engines have evicted, should all engines be on one machine."""
+    cluster, engines = config.cluster, 1
+    if cluster.executor != "local":
+        is_separated = cluster.placement.rollout == "separated"
+        engines = cluster.rollouts if is_separated else max(1, config.learn.parallel.ranks // config.rollout.ranks)
+    return engines * int(config.rollout.cache_on_host_gb * 1e9)
+
+
 def host_bytes(config: Config, shape: ModelShape, parameters: int | None = None) -> int:
-    """What the host holds in the device's place: the optimizer's state, activations."""
+    """What the host holds in the device's place: the optimizer's state, activations, caches of evicted samples."""
     learn, width = config.learn, BYTES[config.model.dtype]
     count = adapter_parameters(shape, learn) or parameters or shape.parameters or 0
     state = int(count * optimizer_bytes(learn, width)) if learn.optimizer_on_host else 0
+    state += host_cache_bytes(config)
     if learn.offload == "none":
         return state
     kept = learn.model_copy(update={"offload": "none"})

@@ -81,6 +81,13 @@ class Rollout(Section):
     cache_tokens: int | None = Field(
         None, ge=1, description="size of the key/value cache; none: what concurrent sequences need"
     )
+    cache_on_host_gb: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="host memory, in GB, that an engine keeps the caches of evicted samples in; they are recomputed "
+        "where it is full. 0: always (native engine)",
+    )
     cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto", description="type of the key/value cache: the model's own, or one byte with scales"
     )

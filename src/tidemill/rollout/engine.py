@@ -163,6 +163,18 @@ class Streams(Protocol):
     on_tokens: OnTokens | None
 
 
+@runtime_checkable
+class CountsCache(Protocol):
+    """An engine that counts what became of its cache."""
+
+    def cache_counts(self) -> dict[str, int]:
+        """By the names of metrics, since it was made."""
+
+
+def cache_counts(engine: Any) -> dict[str, int]:
+    return engine.cache_counts() if isinstance(engine, CountsCache) else {}
+
+
 class RolloutEngine(Protocol):
     @property
     def version(self) -> int:

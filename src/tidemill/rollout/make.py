@@ -67,6 +67,8 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
                 record_routes=config.learn.moe.replay,
                 speculate=rollout.speculate,
                 cache_dtype=rollout.cache_dtype,
+                host_bytes=int(rollout.cache_on_host_gb * 1e9) // rollout.ranks,
+                keeps_asleep=config.flow.unfinished_samples == "keep_kv",
                 weights=rollout.weights,
                 reuse_prefix=config.environment is not None,  # each turn begins with those before it
             )

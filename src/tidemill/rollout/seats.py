@@ -22,7 +22,16 @@ from tidemill.environment.speech import Speech
 from tidemill.errors import PlayError
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, run_callbacks, token_limit
+from tidemill.rollout.engine import (
+    Completion,
+    Finish,
+    Partial,
+    Request,
+    RolloutEngine,
+    cache_counts,
+    run_callbacks,
+    token_limit,
+)
 from tidemill.rollout.native.check import find_problem
 from tidemill.rollout.past import EXPERT, PastVersions, Player
 from tidemill.rollout.transcript import Transcript
@@ -342,6 +351,9 @@ class SeatsEngine:
                 if chair.seat in match.awaited and chair.player != EXPERT:
                     self._engine(chair).cancel(chair.turn_id)
         self.inner.cancel(request_id)
+
+    def cache_counts(self) -> dict[str, int]:
+        return cache_counts(self.inner)
 
     def pause(self) -> list[Partial]:
         """What others asked of the engine. Matches wait here, where their games are, until it goes on."""

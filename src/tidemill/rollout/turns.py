@@ -20,7 +20,16 @@ from tidemill.environment.registry import find
 from tidemill.environment.speech import Speech
 from tidemill.errors import DataError, PlayError
 from tidemill.recipe.config import EnvironmentSettings as Settings
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, run_callbacks, token_limit
+from tidemill.rollout.engine import (
+    Completion,
+    Finish,
+    Partial,
+    Request,
+    RolloutEngine,
+    cache_counts,
+    run_callbacks,
+    token_limit,
+)
 from tidemill.rollout.native.check import RequestLimits, find_problem
 from tidemill.rollout.transcript import Transcript
 
@@ -245,6 +254,9 @@ class TurnsEngine:
                 self.ready.append(self._finish(conversation, "cancelled"))
         for turn in {c.turn_id for c in mine} or {request_id}:
             self.inner.cancel(turn)
+
+    def cache_counts(self) -> dict[str, int]:
+        return cache_counts(self.inner)
 
     def pause(self) -> list[Partial]:
         """What was said so far. The environments stay here, so the samples go on in this engine only."""

@@ -23,6 +23,7 @@ from tidemill.learn.mindspore.learner import USUAL, MindSporeLearner
 from tidemill.models.load import load
 from tidemill.recipe.config import Config
 from tidemill.run import start as launch
+from tidemill.run.trained import export
 from tidemill.run.watcher import Watcher
 
 HERE = os.environ.get("TIDEMILL_MINDSPORE", USUAL)
@@ -104,7 +105,7 @@ def test_a_gradient_that_is_not_finite_makes_no_step(tmp_path: Path) -> None:
     try:
         batch = grouped(np.random.default_rng(0), 3, 4)
         before = {name: p.detach().clone() for name, p in mine.model.named_parameters()}
-        mine.accumulate(batch.merge({"advantages": batch["advantages"] * np.float32("inf")}))
+        mine.accumulate(batch.merge({"advantages": batch.values("advantages") * np.float32("inf")}))
         told = mine.update()
         assert told["skipped_updates"] == 1 and told["not_finite_tensors"] > 0
         mine.publish()
@@ -201,7 +202,8 @@ def test_a_killed_process_is_started_anew_with_its_worker(tmp_path: Path, by_tor
 
 def test_what_was_learned_is_a_model_folder_that_torch_reads(tmp_path: Path) -> None:
     run(tmp_path, learn=MINE, train={"steps": 2})
-    again = {"model": {"path": str(next((tmp_path / "small").rglob("config.json")).parent), "tiny": None}}
+    export(tmp_path / "small", tmp_path / "model")
+    again = {"model": {"path": str(tmp_path / "model"), "tiny": None}}
     lines = json.loads((tmp_path / "small" / "summary.json").read_text())
     assert lines["steps"] == 2
     found = run(tmp_path / "again", learn=MINE, train={"steps": 1}, **again)

@@ -191,7 +191,8 @@ def test_a_paused_sample_goes_on_under_new_weights_with_its_cache_kept_or_rebuil
             engine.load(None, 1)
             if not keep_cache:
                 engine.rebuild()
-        read = engine.scheduler.waiting[0].done if way == "paused" else 0
+        kept = engine.scheduler.waiting[0].kept if way == "paused" else None
+        read = 0 if kept is None else kept.length
         assert read == (len(partials[0].tokens) + 4 if keep_cache and way == "paused" else 0)
         done[way] = tokens(roll(engine, []))
         assert engine.pool.used == 0 and engine.pool.available == engine.pool.pages
@@ -487,7 +488,7 @@ def test_what_was_resumed_with_its_cache_is_read_again_after_it_is_gone(way: str
             engine.wake()
         else:
             engine.rebuild()
-        assert not any(trunk.pages for trunk in engine.scheduler.waiting)
+        assert not any(trunk.kept for trunk in engine.scheduler.waiting)
         done[keeps] = tokens(roll(engine, []))
     assert done[True] == done[False]
 

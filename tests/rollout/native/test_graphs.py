@@ -393,6 +393,24 @@ def test_preempted_sequences_make_the_same_tokens_ahead(monkeypatch: pytest.Monk
     assert tight.scheduler.preemptions > 0
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_sequences_paged_to_the_host_go_on_ahead(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    model = (tiny_model("qwen3") if kind == "dense" else tiny.models("qwen3_5_text")[0]).to(DEVICE)
+    requests = asked(4, max_tokens=30)
+    wanted = tokens(roll(NativeEngine(model, eos_ids=[2], max_len=64, plain=True), requests))
+    tight = ahead(monkeypatch, model, eos_ids=[2], cache_tokens=144, host_bytes=1 << 24)
+    made: dict[tuple[int, int], Completion] = {}
+    for request in requests:
+        tight.submit(request)
+    while tight.has_work:
+        made |= {(c.request.id, c.index): c for c in tight.step()}
+        if len(made) == 3 and tight.store.nbytes:  # and once all of it
+            tight.sleep()
+            assert tight.store.nbytes == 0 and tight.scheduler.host.used > 0
+    assert tokens(made) == wanted
+    assert tight.scheduler.preemptions > 0 and tight.scheduler.recomputed == tight.scheduler.host.used == 0
+
+
 def loops(count: int, **how: Any) -> list[Request]:
     """Prompts that repeat themselves, so that there is something to look up."""
     rng = np.random.default_rng(4)

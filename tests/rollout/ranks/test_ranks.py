@@ -22,6 +22,7 @@ from tidemill.rollout.native.engine import NativeEngine
 from tidemill.rollout.native.ranks import share
 from tidemill.rollout.native.ranks.balance import balanced, busiest, part_loads
 from tidemill.rollout.native.ranks.grid import Grid
+from tidemill.rollout.native.ranks.links import Links
 from tidemill.rollout.native.ranks.replicas import Replicas
 
 SAMPLE = [
@@ -41,6 +42,39 @@ def test_products_of_sizes_make_the_tokens_routes_and_kept_mass_of_one_rank() ->
     assert found.products == len(SAMPLE) and not found.unequal
     assert found.tokens > 100 * len(SAMPLE)
     assert found.largest_gap < 1e-5
+
+
+HOST_BYTES = 1 << 22
+
+
+def _crowded(rank: int, case: Case, groups: dict[tuple[int, ...], Any]) -> tuple[engines.Samples, list[list[int]]]:
+    """What ranks make in a cache too small for it, and of each what went to the host and what was read again."""
+    model = engines.make_model(case.family, case.layers)
+    share.cut(model, case.grid, rank)
+    links = Links(case.grid, dist.group.WORLD, made=groups)
+    options = {"max_seqs": 8, "max_len": 96, "page_size": 4, "cache_tokens": 80, "step_tokens": 40}
+    inner = NativeEngine(model, eos_ids=[2], links=links, host_bytes=HOST_BYTES >> rank, **options)
+    made = engines.samples(Replicas(inner, links), engines.requests())
+    host = inner.scheduler.host
+    counts = [host.pages_out, host.pages_in, inner.scheduler.recomputed, host.rows, host.used]
+    told: list[list[int]] = [[] for _ in range(case.grid.ranks)]
+    dist.all_gather_object(told, counts)
+    return made, told
+
+
+@pytest.mark.parametrize("grid", [Grid(tp=2), Grid(pp=2)], ids=str)
+@pytest.mark.parametrize("family", ["dense", "deepseek_v3"])
+def test_ranks_page_their_parts_of_the_cache_to_the_host_alike(family: str, grid: Grid) -> None:
+    case = Case(family, grid, layers=2)
+    alone = NativeEngine(engines.make_model(family, 2), eos_ids=[2], max_seqs=8, max_len=96, step_tokens=40)
+    wanted = engines.samples(alone, engines.requests())
+    made, told = next(engines.over_ranks(2, _crowded, [case], 60))
+    assert told[0] == told[1]  # as many rows too, though one was given half the bytes
+    pages_out, pages_in, recomputed, _, used = told[0]
+    assert pages_out >= pages_in > 0 and recomputed == used == 0
+    assert {key: tokens for key, (tokens, *_) in made.items()} == {key: tokens for key, (tokens, *_) in wanted.items()}
+    gaps = [abs(a - b) for key in wanted for a, b in zip(made[key][1], wanted[key][1])]
+    assert max(gaps) < 1e-5
 
 
 def _shares(rank: int, case: Case, groups: dict[tuple[int, ...], Any]) -> list[str]:

@@ -21,7 +21,16 @@ from tidemill.cluster.report import StoreAddress
 from tidemill.cluster.worker.learners import World
 from tidemill.cluster.worker.store import KeyedStore
 from tidemill.errors import CollectiveError
-from tidemill.rollout.engine import Completion, OnTokens, Partial, Request, RolloutEngine, Sampling, Streams
+from tidemill.rollout.engine import (
+    Completion,
+    OnTokens,
+    Partial,
+    Request,
+    RolloutEngine,
+    Sampling,
+    Streams,
+    cache_counts,
+)
 from tidemill.rollout.native.ranks import share
 
 KEPT_NOTES = 64  # kept in the store: every step waits for all ranks, so none is that far behind
@@ -178,6 +187,9 @@ class LeadEngine:
             done = self.engine.step()
         self._made = checksum(done)
         return done
+
+    def cache_counts(self) -> dict[str, int]:
+        return cache_counts(self._engine)
 
     def pause(self) -> list[Partial]:
         if self._engine is None:

@@ -18,7 +18,7 @@ from tidemill.flow.adjust import adjusted
 from tidemill.flow.stages.stage import at_any_time, committed
 from tidemill.flow.tally import Tally
 from tidemill.recipe.config import Config
-from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from tidemill.rollout.engine import Completion, Request, RolloutEngine, Sampling, cache_counts
 
 GREEDY_ID = 1 << 46  # request ids of greedy rows: distinct from every group's
 FINISH = ("stop", "length", "error", "cancelled")  # the column `finish` holds an index into it
@@ -67,6 +67,7 @@ class RolloutWorker:
         self.peers = 1  # rollout workers that share the work, this one included
         self.my_turn = at_any_time  # called before the engine works
         self.finished = 0  # groups
+        self._counted = cache_counts(engine)
 
     def adjust(self, changes: Mapping[str, float]) -> None:
         self.config = adjusted(self.config, changes)
@@ -88,8 +89,15 @@ class RolloutWorker:
         with self.tally.time(self.name, rows=min(self._making(), self.config.rollout.concurrent), steps=1):
             finished = self.engine.step()
         self.tally.add("machine/engine_steps", 1.0)
+        self._count_cache()
         self.take_in(finished)
         return True
+
+    def _count_cache(self) -> None:
+        before, self._counted = self._counted, cache_counts(self.engine)
+        for name, value in self._counted.items():
+            if value > before.get(name, 0):
+                self.tally.add(name, float(value - before.get(name, 0)))
 
     def take_in(self, finished: Sequence[Completion]) -> None:
         for completion in finished:

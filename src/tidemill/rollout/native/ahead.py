@@ -25,7 +25,7 @@ def launch(engine: NativeEngine, decoder: GraphDecoder) -> list[Pending]:
     if may_draft or len(guided) or decoder.follows_results:
         engine.drain()  # drafts and grammars follow tokens that the host must have seen
     launched: list[Pending] = []
-    scheduler.grow()
+    scheduler.grow(engine.drain)
     readings, rows = engine.admit(), np.flatnonzero(slots.active & (slots.launched < slots.limit))
     _guide(engine, decoder, rows)
     if len(rows) and not (may_draft and _draft(engine, decoder, rows)):

@@ -26,7 +26,6 @@ from tidemill.rollout.native.batch.rows import RunningRows
 from tidemill.rollout.native.batch.scheduler import Scheduler
 from tidemill.rollout.native.batch.sequences import Kept, Reading, Sequence, Trunk
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
-from tidemill.rollout.native.draw.drawing import draw_rows
 from tidemill.rollout.native.draw.guides import Grammars, Guides
 from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.forward import runner as runners
@@ -35,6 +34,8 @@ from tidemill.rollout.native.forward.invariant import rowwise_runner
 from tidemill.rollout.native.forward.routes import RouteRecorder
 from tidemill.rollout.native.kernels.compiled import kernels_for
 from tidemill.rollout.native.looking import Looking
+from tidemill.rollout.native.pages import host_room
+from tidemill.rollout.native.pages.host_room import HostRoom, carry_out
 from tidemill.rollout.native.pages.room import make_room
 from tidemill.rollout.native.pages.states import Hand, StateStore
 from tidemill.rollout.native.pending import Fetch, Pending
@@ -58,7 +59,9 @@ class NativeEngine:
     `cache_dtype` int8 or fp8 keeps keys and values in one byte an element, with a scale per token and head; `weights`
     int8 or fp8 multiplies in 8 bits, by weights that each `load` makes again. `links` are
     those of a rank that holds its share of the model alone, to the ranks that have the others (`ranks.replicas`).
-    `keeps_features`: new weights do not change how images look, because the tower is frozen."""
+    `keeps_features`: new weights do not change how images look, because the tower is frozen. `host_bytes`: of host
+    memory, for the caches of sequences that have to make room; those that find none there are read again, and without
+    `keeps_asleep` those that run when the engine is put to sleep."""
 
     def __init__(
         self,
@@ -82,13 +85,12 @@ class NativeEngine:
         cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
         weights: Literal["same", "int8", "fp8"] = "same",
         keeps_features: bool = False,
+        host_bytes: int = 0,
+        keeps_asleep: bool = True,
     ) -> None:
         parameter = next(model.parameters())
-        self.device = parameter.device
-        self.model = model
-        self.tokenizer = tokenizer
-        self.max_len = max_len
-        self.reuse_prefix = reuse_prefix
+        self.model, self.device, self.tokenizer = model, parameter.device, tokenizer
+        self.max_len, self.reuse_prefix = max_len, reuse_prefix
         self.version = 0
         self.links = links
         self.vocab = share.of(model).vocabulary if links else int(model.get_output_embeddings().weight.shape[0])
@@ -115,9 +117,7 @@ class NativeEngine:
         self.routes = RouteRecorder(model, self.store) if record_routes and not has_none else None
         self.eyes = eyes.of(model)
         self.looking = Looking(self.eyes, self.device, keeps_features)
-        self.limits = RequestLimits(
-            self.vocab, max_len, self.pool.pages * self.pool.page_size, tokenizer is not None, self.eyes
-        )
+        self.limits = RequestLimits(self.vocab, max_len, self.pool.tokens, tokenizer is not None, self.eyes)
         self.states = StateStore(max_seqs, self.device) if mixers.has_some(model) else None
         step_tokens = max(step_tokens or room.step_tokens, max_seqs + self.pool.page_size)
         self.scheduler = Scheduler(
@@ -138,6 +138,8 @@ class NativeEngine:
         self.guides: Guides | None = None  # from the first request with a grammar
         self.teller = Teller(self.scheduler)
         self.passes = 0  # made so far by `forward`
+        self.host_bytes, self.keeps_asleep = host_bytes, keeps_asleep
+        self.host: HostRoom | None = None  # from the first pass on
         self.inflight: list[Pending] = []
         self._refused: list[Completion] = []
 
@@ -189,6 +191,7 @@ class NativeEngine:
         self.store.restore()  # nothing, unless it is asleep
         done, self._refused = self._refused, []
         with self._no_grad():
+            self.host = self.host or host_room.opened(self)
             done += self._advance()
         return run_callbacks(done, self._refused)
 
@@ -204,7 +207,7 @@ class NativeEngine:
     def _launch(self) -> list[Pending]:
         """Prompt tokens and one token of every running sequence in one pass, with what was drafted after it."""
         scheduler, slots = self.scheduler, self.scheduler.slots
-        scheduler.grow()
+        scheduler.grow(self.drain)
         readings = self.admit()
         rows = np.flatnonzero(slots.active)
         drafts = self.speculator.propose(rows) if self.speculator is not None and len(rows) else None
@@ -239,8 +242,8 @@ class NativeEngine:
         ended = [reading.trunk for reading in readings if self.scheduler.has_read(reading)]
         for trunk, row in zip(ended, () if logits is None else logits):
             trunk.logits = row
-        born, copies = self.scheduler.branch()
-        self._copy(copies)
+        born = self.scheduler.branch()
+        self._carry_out()
         for trunk, sequence in born:
             if self.states is not None:
                 self.states.put(sequence.slot, trunk.hand)
@@ -252,13 +255,14 @@ class NativeEngine:
     def admit(self) -> list[Reading]:
         """Which prompt tokens to read in this step."""
         readings = self.scheduler.admit()
-        copies, self.scheduler.copies = self.scheduler.copies, []
-        self._copy(copies)
+        self._carry_out()
         return readings
 
-    def _copy(self, pages: list[tuple[int, int]]) -> None:
-        if pages:
-            self.store.copy(*zip(*pages))
+    def _carry_out(self) -> None:
+        """Copy pages as the scheduler has decided."""
+        moves, self.scheduler.moves = self.scheduler.moves, []
+        with self._no_grad():
+            carry_out(moves, self.store, self.host)
 
     def drain(self) -> None:
         """Wait for the step under way; what it ends is given by the next `step`."""
@@ -272,14 +276,7 @@ class NativeEngine:
         return passes.forward(self, rows, readings, newest, ahead)
 
     def _draw(self, rows: Array, logits: Tensor, ahead: Array | int = 0) -> Drawn:
-        def draw() -> Drawn:
-            return draw_rows(self.scheduler, rows, logits, ahead, self.kernels, self.batch_invariant, self.guides)
-
-        if self.links is None:
-            return draw()
-        slots = self.scheduler.slots
-        has_kept, tops = bool(slots.truncated[rows].any()), int(slots.tops[rows].max()) if len(rows) else 0
-        return self.links.drawn(draw, len(rows), has_kept, tops, self.device)
+        return passes.draw(self, rows, logits, ahead)
 
     def _settle(self, pending: Pending) -> list[Completion]:
         """Write the new tokens down and take out what has ended."""
@@ -353,8 +350,12 @@ class NativeEngine:
 
     def _scrub_abandoned(self) -> None:
         """What was read of them may hold NaN that no logits have shown yet."""
+        self._carry_out()
         pages, self.scheduler.abandoned = self.scheduler.abandoned, []
         self._scrub(pages)
+
+    def cache_counts(self) -> dict[str, int]:
+        return self.scheduler.counts() | host_room.counts(self.host)
 
     # -- control -------------------------------------------------------------------------------------------------
 
@@ -383,7 +384,7 @@ class NativeEngine:
         """Free what paused samples kept of the cache; resumed after all, they are read again."""
         for p in partials:
             if isinstance(p.cache, Kept):
-                self.scheduler.give_up_kept(p.cache)
+                self.scheduler.release(p.cache)
 
     def resume(self, partials: Many[Partial]) -> None:
         """Go on with paused samples, of this engine or another. One that cannot work here comes back from `step` as an
@@ -418,19 +419,17 @@ class NativeEngine:
     def rebuild(self) -> None:
         """Read every running sequence again, under the weights of now; also what was resumed with its cache."""
         self.drain()
-        for sequence in sorted(self.scheduler.running(), key=lambda s: -int(self.scheduler.slots.arrival[s.slot])):
-            self.scheduler.preempt(sequence)
-        self.scheduler.restart_reading()
-        while self.scheduler.give_up_resumed():
-            pass
+        self.scheduler.vacate(keeps=False)
         self._scrub_abandoned()
 
     def sleep(self) -> None:
-        """Give the cache's memory back; what was running is read again after `wake`. Captured graphs stay where the
-        cache's addresses do."""
-        self.rebuild()
-        while self.scheduler.give_up_kept():
+        """Give the cache's memory back; what was running goes on after `wake`, with what the host has room for, and is
+        read again else. Captured graphs stay where the cache's addresses do."""
+        self.drain()
+        self.scheduler.vacate(keeps=self.keeps_asleep)
+        while self.scheduler.give_up_resumed() or self.scheduler.give_up_kept():
             pass
+        self._scrub_abandoned()
         self.scheduler.forget()
         self.store.clear()
         if self.states is not None:

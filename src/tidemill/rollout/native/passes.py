@@ -1,4 +1,4 @@
-"""One forward pass of the engine: its tokens, and the context that says what they see."""
+"""One forward pass of the engine: its tokens, the context that says what they see, and what is drawn after it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from tidemill.batch import Array
 from tidemill.models.attention.registry import Context
 from tidemill.rollout.native.batch.inputs import Inputs, inputs_of
 from tidemill.rollout.native.batch.sequences import Reading
+from tidemill.rollout.native.draw.drawing import draw_rows
+from tidemill.rollout.native.draw.sampling import Drawn
 from tidemill.rollout.native.forward.invariant import RowwisePaged
 from tidemill.rollout.native.pages.attention import Paged
 from tidemill.rollout.native.pages.cache import TokenStore
@@ -30,6 +32,20 @@ def forward(engine: NativeEngine, rows: Array, readings: list[Reading], newest: 
     return engine.routes.forward(
         lambda routed: engine.runner.forward(x.ids, x.position, routed, x.keep, seen), context, x.page, x.offset
     )
+
+
+def draw(engine: NativeEngine, rows: Array, logits: Tensor, ahead: Array | int) -> Drawn:
+    """A token for each row; where stages hold the model, what the last of them draws."""
+    scheduler, links = engine.scheduler, engine.links
+
+    def drawn() -> Drawn:
+        return draw_rows(scheduler, rows, logits, ahead, engine.kernels, engine.batch_invariant, engine.guides)
+
+    if links is None:
+        return drawn()
+    slots = scheduler.slots
+    has_kept, tops = bool(slots.truncated[rows].any()), int(slots.tops[rows].max()) if len(rows) else 0
+    return links.drawn(drawn, len(rows), has_kept, tops, engine.device)
 
 
 def _context(engine: NativeEngine, x: Inputs, rows: Array, readings: list[Reading], has_drafts: bool) -> Context:

@@ -23,7 +23,8 @@ def taken_out(scheduler: Scheduler, hand_of: Callable[[Sequence], Hand], keep_ca
         scheduler.slots.save(sequence)
         scheduler.leave(sequence, remember=None if keep_cache else sequence.identity()[:cached], hand=hand)
         yield sequence.as_partial(cache)
-    yield from (sequence.as_partial() for sequence in scheduler.remove(None))
+    caches = scheduler.keep_waiting() if keep_cache else {}
+    yield from (sequence.as_partial(caches.get(id(sequence))) for sequence in scheduler.remove(None))
 
 
 def taken_up(
@@ -61,9 +62,7 @@ def trunk_of(scheduler: Scheduler, sequence: Sequence, cache: Any) -> Trunk:
     trunk = scheduler.trunk(deque([sequence]), is_sole=True)
     if cache in scheduler.kept:
         scheduler.kept.remove(cache)
-        trunk.pages, trunk.found, trunk.done = cache.pages, cache.shared, cache.length
-        trunk.weights, trunk.hand = cache.weights, cache.hand
-        cache.pages = []
+        trunk.kept = cache if cache.pages or cache.copy is not None else None
     return trunk
 
 

@@ -23,7 +23,7 @@ from tidemill.environment.api import Played
 from tidemill.errors import PlayError
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
-from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, run_callbacks
+from tidemill.rollout.engine import Completion, Finish, Partial, Request, RolloutEngine, cache_counts, run_callbacks
 from tidemill.serve.app import App
 from tidemill.serve.link import EngineLink
 from tidemill.serve.programs.capture import row_of, trajectories
@@ -195,6 +195,9 @@ class ProgramsEngine:
             if seat.request.id == request_id:
                 seat.is_cancelled, seat.fault = True, "was cancelled"
         self.inner.cancel(request_id)
+
+    def cache_counts(self) -> dict[str, int]:
+        return cache_counts(self.inner)
 
     def pause(self) -> list[Partial]:
         """What others asked of the engine. Calls of programs wait here until it goes on."""

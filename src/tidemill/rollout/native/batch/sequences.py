@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tidemill.batch import Array
 from tidemill.rollout.engine import Completion, Finish, Partial, Request, Top
+from tidemill.rollout.native.pages.host import HostCopy
 from tidemill.rollout.native.pages.states import Hand
 from tidemill.rollout.native.scene import Scene
 
@@ -68,6 +69,7 @@ class Trunk:
     weights: int = 0  # that its pages began to be written with
     hand: Hand = field(default_factory=dict)  # states after the last token in the cache, of a model that has some
     logits: Tensor | None = None  # after the last token, once all are read
+    kept: Kept | None = None  # of the cache, for when it is admitted
     scene: Scene | None = None  # what the tokens show; None: text alone
 
     @property
@@ -78,13 +80,15 @@ class Trunk:
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """The cache of a paused sample, held for when it goes on. Without pages it was given up, and is read again."""
+    """The cache of samples that have no slot, held for when they go on: on the device, or in host memory where it had
+    to make room. With neither it was given up, and is read again."""
 
     pages: list[int]
     shared: int
     length: int  # tokens in it
     weights: int
     hand: Hand
+    copy: HostCopy | None = None
 
 
 @dataclass(frozen=True, slots=True)

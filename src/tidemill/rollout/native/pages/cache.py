@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ class PagePool:
         self.page_size = page_size
         self.free: list[int] = list(range(pages))
         self.holders = np.zeros(pages, np.int32)
+        self.tenancy = np.zeros(pages, np.int64)  # how often each page has been taken: tells its contents apart
         self.index = PrefixIndex(self)
         self.used = 0
 
@@ -47,8 +48,17 @@ class PagePool:
             self.index.forget_oldest()
         page = heapq.heappop(self.free)
         self.holders[page] = 1
+        self.tenancy[page] += 1
         self.used += 1
         return page
+
+    def tenant(self, page: int) -> tuple[int, int]:
+        """What a full page is known by, as long as it is not given to another."""
+        return page, int(self.tenancy[page])
+
+    def is_kept(self, page: int, tenancy: int) -> bool:
+        """Whether the page still has the contents of that tenancy, and can be held."""
+        return self.tenancy[page] == tenancy and (self.holders[page] > 0 or page in self.index.idle)
 
     def hold(self, page: int) -> None:
         if self.holders[page] == 0:
@@ -141,6 +151,10 @@ class PrefixIndex:
 NARROW = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 
 
+Part = tuple[str, int]  # keys, values, or scales of one of them; and the layer
+Form = tuple[tuple[int, ...], torch.dtype]  # of one page
+
+
 class PageStore:
     """Keys (pages, kv_heads, dim, page_size) and values (pages, kv_heads, page_size, dim) of every layer. Keys lie with
     positions side by side, so that a vector unit scores many at once. A layer's shape is learnt from its first write,
@@ -205,9 +219,31 @@ class PageStore:
         held = _some(self.values[layer], pages)
         return held if self.kind is None else _widen(held, _some(self.scales[layer][1], pages).unsqueeze(3), dtype)
 
+    def parts(self) -> dict[Part, Tensor]:
+        """All that is kept of a page, (pages, …) each; one-byte floats as plain bytes."""
+        found = {("keys", n): held for n, held in self.keys.items()}
+        found |= {("values", n): held for n, held in self.values.items()}
+        found |= {("key_scales", n): pair[0] for n, pair in self.scales.items()}
+        found |= {("value_scales", n): pair[1] for n, pair in self.scales.items()}
+        return {part: _bytes(held) for part, held in found.items()}
+
+    def make_parts(self, forms: Mapping[Part, Form]) -> None:
+        """Room for these parts as they were before `clear`, unless there is some."""
+        if self.keys:
+            return
+        made = {part: self.zeros((self.pages, *shape), dtype) for part, (shape, dtype) in forms.items()}
+        if self.kind == "fp8":
+            made = {
+                part: held.view(torch.float8_e4m3fn) if held.dtype == torch.uint8 else held
+                for part, held in made.items()
+            }
+        self.keys = {n: held for (what, n), held in made.items() if what == "keys"}
+        self.values = {n: held for (what, n), held in made.items() if what == "values"}
+        scaled = [n for what, n in made if what == "key_scales"]
+        self.scales = {n: (made["key_scales", n], made["value_scales", n]) for n in scaled}
+
     def _all(self) -> list[Tensor]:
-        scales = [scale for pair in self.scales.values() for scale in pair]
-        return [_bytes(held) for held in (*self.keys.values(), *self.values.values(), *scales)]
+        return list(self.parts().values())
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         src, dst = upload(source, self.device), upload(target, self.device)

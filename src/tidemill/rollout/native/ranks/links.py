@@ -87,6 +87,14 @@ class Links:
         dist.all_gather(parts, mine, group=self._tp)
         return torch.cat(parts, 1)[:, :vocabulary]
 
+    def least(self, own: int) -> int:
+        """Of what the ranks of a replica say."""
+        number = torch.tensor(own)
+        for size, group in ((self.grid.tp, self._tp), (self.grid.pp, self._stages)):
+            if size > 1:
+                dist.all_reduce(number, op=dist.ReduceOp.MIN, group=group)
+        return int(number)
+
     # Between stages
 
     @property

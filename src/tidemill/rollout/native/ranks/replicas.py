@@ -153,6 +153,10 @@ class Replicas:
                 own.append(replace(p, request=replace(p.request, user=number, on_done=None), cache=None))
         self.inner.resume(own)
 
+    def cache_counts(self) -> dict[str, int]:
+        """Of this rank."""
+        return self.inner.cache_counts()
+
     def cancel(self, request_id: int) -> None:
         self.inner.cancel(request_id)
 
