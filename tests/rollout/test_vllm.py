@@ -35,9 +35,11 @@ class FakeVLLM(WeightLoader):
         self.slept: list[int] = []
         self.kept = kept
         self.loads = 0
+        self.salts: dict[str, str] = {}  # of the prefix cache, by request
 
-    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
         self.queue[name] = (prompt["prompt_token_ids"], params, [])
+        self.salts[name] = prompt["cache_salt"]
 
     def abort_request(self, names: list[str]) -> None:
         for name in names:
@@ -50,8 +52,6 @@ class FakeVLLM(WeightLoader):
         named = {n: t.clone() for n, t in weights_iterator if not (self.head_stays and n.startswith("lm_head"))}
         self.model.load_state_dict(named, strict=False)
         self.loads += 1
-
-    def reset_prefix_cache(self) -> None: ...
 
     def sleep(self, level: int) -> None:
         assert not self.queue
@@ -163,6 +163,18 @@ def test_adapters_are_merged_on_the_way(model: Any) -> None:
     engine.load(None, 1)
     assert engine.parity is not None and engine.parity.max < 1e-4
     assert not torch.equal(llm.model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_keys_and_values_of_other_weights_are_not_found(model: Any) -> None:
+    """Where requests run, vLLM does not forget its prefix cache; a salt keeps versions apart."""
+    engine, llm = make(model)
+    for version in (0, 1):
+        if version:
+            engine.load(None, version)
+        engine.submit(Request(version, [5, 6, 7], Sampling(max_tokens=9, ignore_eos=True), n=2))
+        engine.step()
+    first, second = ({llm.salts[n] for n in llm.queue if n.startswith(f"{i}/")} for i in (0, 1))
+    assert len(first) == len(second) == 1 and first != second
 
 
 def test_a_load_that_leaves_the_output_layer_stale_is_refused(model: Any) -> None:

