@@ -4,13 +4,16 @@ by `benchmarks/gpu_vllm.py`."""
 from __future__ import annotations
 
 import copy
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 
 from tidemill.errors import ConfigError, ModelError
@@ -36,10 +39,25 @@ class FakeVLLM(WeightLoader):
         self.kept = kept
         self.loads = 0
         self.salts: dict[str, str] = {}  # of the prefix cache, by request
+        self.base: dict[str, torch.Tensor] = {}  # weights of adapted modules without their adapter
 
-    def add_request(self, name: str, prompt: dict[str, Any], params: Any) -> None:
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any, lora_request: Any = None) -> None:
+        assert (lora_request is not None) == bool(self.base), "every request names the adapter, if there is one"
         self.queue[name] = (prompt["prompt_token_ids"], params, [])
         self.salts[name] = prompt["cache_salt"]
+
+    @torch.no_grad()
+    def add_lora(self, request: Any) -> None:
+        """Like vLLM, from a folder, and over an adapter of the same number only if told so."""
+        assert request.load_inplace
+        about = json.loads((Path(request.path) / "adapter_config.json").read_text())
+        tensors = load_file(Path(request.path) / "adapter_model.safetensors")
+        weights = dict(self.model.named_parameters())
+        for a in (name for name in tensors if name.endswith(".lora_A.weight")):
+            name = a.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            base = self.base.setdefault(name, weights[name].clone())
+            change = tensors[a.replace(".lora_A.", ".lora_B.")] @ tensors[a]
+            weights[name].copy_(base + change * about["lora_alpha"] / about["r"])
 
     def abort_request(self, names: list[str]) -> None:
         for name in names:
@@ -51,6 +69,7 @@ class FakeVLLM(WeightLoader):
     def reload_weights(self, weights_iterator: Any) -> None:
         named = {n: t.clone() for n, t in weights_iterator if not (self.head_stays and n.startswith("lm_head"))}
         self.model.load_state_dict(named, strict=False)
+        self.base = {}  # vLLM forgets its adapters
         self.loads += 1
 
     def sleep(self, level: int) -> None:

@@ -22,6 +22,7 @@ from tests.rollout.tiny import roll
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tidemill.errors import ModelError
+from tidemill.models import lora
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
 from tidemill.rollout.mismatch import Mismatch, measure
@@ -241,6 +242,78 @@ def test_later_requests_do_not_find_keys_and_values_of_the_weights_before(engine
     engine.load(None, engine.version + 1)
     done = roll(engine, [Request(1, prompt, how)])
     assert gap(engine, {(1, 0): done[1, 0]}).mean < ROUNDING
+
+
+def learn_adapters(model: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in lora.adapters(model).values():
+            tensor.add_(torch.randn_like(tensor) * 0.1)
+
+
+def adapted(engine: VLLMEngine) -> int:
+    """Publish two versions of the adapters, the second to requests under way; return the bytes of one."""
+    own = sum(tensor.nbytes for tensor in lora.adapters(engine.model).values())
+    for version in (1, 2):
+        stale = gap(engine, roll(engine, asked()))
+        assert stale.mean < ROUNDING
+        requests = asked(ignore_eos=True) if version == 2 else []
+        for request in requests:
+            engine.submit(request)
+        for _ in range(6 * len(requests)):
+            engine.step()
+        learn_adapters(engine.model, version)
+        engine.load(None, version)
+        assert engine.brought_bytes == own and engine.parity is not None and engine.parity.mean < ROUNDING
+        for completion in roll(engine, []).values():
+            assert set(completion.versions) == {version - 1, version}
+        assert gap(engine, roll(engine, asked())).mean < ROUNDING
+    return own
+
+
+@pytest.mark.parametrize("modules", [(), ("q_proj", "v_proj", "down_proj")], ids=["all", "some"])
+def test_adapters_are_served_as_such_and_nothing_else_is_sent(modules: tuple[str, ...]) -> None:
+    model = small_model(True)
+    lora.attach(model, 4, 8.0, modules=modules)
+    engine = start(model, eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, truncates=True)
+    try:
+        assert engine.adapter is not None
+        whole = engine.brought_bytes
+        assert adapted(engine) < whole / 20
+        engine.load(lora.merged(model), 3)  # whole weights, without the adapter
+        assert gap(engine, roll(engine, asked())).mean < ROUNDING
+        engine.sleep_level = 2
+        engine.sleep()
+        learn_adapters(model, 5)
+        engine.load(None, 4)
+        done = roll(engine, asked())
+        assert engine.brought_bytes > whole / 2 and gap(engine, done).mean < ROUNDING
+        assert all(set(completion.versions) == {4} for completion in done.values())
+    finally:
+        engine.close()
+
+
+def test_adapters_with_magnitudes_are_merged(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model(False)
+    lora.attach(model, 4, 8.0, magnitudes=True)
+    engine = start(model, eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True)
+    try:
+        assert engine.adapter is None and "learn.dora" in caplog.text
+        learn_adapters(model, 1)
+        engine.load(None, 1)
+        assert gap(engine, roll(engine, asked())).mean < ROUNDING
+    finally:
+        engine.close()
+
+
+def test_two_workers_serve_adapters_too() -> None:
+    model = small_model(True)
+    lora.attach(model, 4, 8.0)
+    engine = start(model, eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, tensor_parallel_size=2)
+    try:
+        assert engine.adapter is not None and adapted(engine)
+    finally:
+        engine.close()
 
 
 def test_an_engine_over_two_workers_takes_weights_and_scores_as_the_learner_does() -> None:

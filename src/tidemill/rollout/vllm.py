@@ -40,6 +40,7 @@ from tidemill.rollout.mismatch import Mismatch, measure
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.sampling import is_steered, is_truncated
 from tidemill.rollout.stops import ends_by_string
+from tidemill.rollout.vllm_adapter import ServedAdapter, if_all_adapted, make_adapter, options_of
 from tidemill.rollout.vllm_kept import NAME, KeptMass, processor
 
 # Mean gap of log-probabilities after a load. bfloat16 alone makes hundredths; a stale output layer whole nats.
@@ -65,6 +66,7 @@ class VLLMEngine:
         tokenizer: Any = None,
         sleep_level: int = 1,
         kept: KeptMass | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> None:
         self.llm, self.model, self.tokenizer = llm, model, tokenizer
         self.engine = llm.llm_engine
@@ -72,6 +74,8 @@ class VLLMEngine:
         self.max_len = max_len
         self.sleep_level = sleep_level
         self.kept = kept
+        self.adapter = adapter
+        self.brought_bytes = 0  # that vLLM was given by the latest load
         self.has_weights, self.is_asleep = True, False
         self.version = 0
         self.parity: Mismatch | None = None  # of the latest load
@@ -115,7 +119,9 @@ class VLLMEngine:
     def _add(self, name: str, tokens: list[int], params: Any) -> None:
         """With a salt for the prefix cache: keys and values of other weights are not found, even where requests that
         run keep them from being forgotten."""
-        self.engine.add_request(name, {"prompt_token_ids": tokens, "cache_salt": str(self._loads)}, params)
+        adapted = {} if self.adapter is None else {"lora_request": self.adapter.request}
+        prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._loads)}
+        self.engine.add_request(name, prompt, params, **adapted)
 
     @property
     def has_work(self) -> bool:
@@ -202,21 +208,41 @@ class VLLMEngine:
 
     def load(self, weights: Any, version: int) -> None:
         """Copy weights (Hugging Face names; None: the learner's as they are) into the ones that serve, and check.
-        Running samples keep their keys and values; those that come later find only those of these weights."""
+        Running samples keep their keys and values; those that come later find only those of these weights. Of a learner
+        with adapters vLLM gets the adapter alone, where it can."""
         if self.is_asleep and weights is None:  # there is no room for them; they come before the next token
             self.version, self.has_weights = version, False
             return
         if weights is not None:
             self.wake()
             self._need_weights()  # what is given may be a part
-        self._bring(lora.merged(self.model) | _router_biases(self.model) if weights is None else weights)
+        self._bring(weights)
         self.version = version
         self._check()
 
     def _bring(self, weights: Any) -> None:
-        self.engine.collective_rpc("tidemill_load", args=(_with_tied(self.model, _pairs(weights)),))
+        self.brought_bytes = 0
+        if self.adapter is None:
+            self._send(self._whole() if weights is None else weights)
+        elif weights is not None:
+            self.adapter.has_base = False
+            self._send(self._whole() | dict(_pairs(weights)))
+            self.adapter.bring(self.engine, is_on=False)
+        else:
+            if not self.adapter.has_base:
+                self._send(self.adapter.base() | _router_biases(self.model))
+            self.adapter.has_base = True
+            self.brought_bytes += self.adapter.bring(self.engine)
         self._loads += 1
         self.has_weights = True
+
+    def _whole(self) -> dict[str, Tensor]:
+        return lora.merged(self.model) | _router_biases(self.model)
+
+    def _send(self, weights: Any) -> None:
+        named = _with_tied(self.model, _pairs(weights))
+        self.engine.collective_rpc("tidemill_load", args=(named,))
+        self.brought_bytes += sum(tensor.nbytes for _, tensor in named)
 
     def _need_weights(self) -> None:
         """Before tokens are made: those of now, where a sleep dropped them and no load has come since."""
@@ -229,7 +255,11 @@ class VLLMEngine:
         self._asleep = self.pause()
         if not self.is_asleep:
             self.llm.sleep(level=self.sleep_level)
-        self.is_asleep, self.has_weights = True, self.has_weights and self.sleep_level == 1
+        self.is_asleep = True
+        if self.sleep_level == 2:
+            self.has_weights = False
+            if self.adapter is not None:
+                self.adapter.has_base = False
 
     def wake(self) -> None:
         if self.is_asleep:
@@ -241,6 +271,8 @@ class VLLMEngine:
     def close(self) -> None:
         """End vLLM, so that another can start in this process."""
         self.engine.engine_core.shutdown()
+        if self.adapter is not None:
+            self.adapter.close()
 
     # -- parity --------------------------------------------------------------------------------------------------
 
@@ -277,7 +309,8 @@ def start(
     memory_share: float = 0.5, sleep_level: int = 1, truncates: bool = False, **options: Any,
 ) -> VLLMEngine:  # fmt: skip
     """vLLM with the learner's model: made with random weights of its shape, then loaded from it. `truncates`: requests
-    may ask for top_p, top_k and min_p. `options` go to `vllm.LLM` as they are."""
+    may ask for top_p, top_k and min_p. A learner's LoRA adapters are served as such where vLLM can. `options` go to
+    `vllm.LLM` as they are."""
     # In this process, so that weights are handed over and not sent.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     kept = KeptMass() if truncates else None
@@ -297,6 +330,9 @@ def start(
     def make_params(**how: Any) -> Any:
         return SamplingParams(output_kind=RequestOutputKind.DELTA, **how)
 
+    adapter = make_adapter(model, options)
+    if adapter is not None:
+        options = {**options_of(model), **options}
     parameter = next(model.parameters())
     try:
         llm = LLM(
@@ -312,7 +348,7 @@ def start(
         raise ConfigError(f"vLLM {vllm.__version__}: {error}", "correct or remove it in rollout.vllm.args") from None
     engine = VLLMEngine(
         llm, make_params, model, eos_ids=eos_ids, max_len=max_len, tokenizer=tokenizer, sleep_level=sleep_level,
-        kept=kept,
+        kept=kept, adapter=if_all_adapted(adapter, llm.llm_engine),
     )  # fmt: skip
     engine.load(None, 0)
     return engine

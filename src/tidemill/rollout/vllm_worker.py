@@ -31,3 +31,14 @@ class WeightLoader:
         with torch.no_grad(), torch.device(self.device):
             self.model_runner.reload_weights(weights_iterator=counted())
         return count
+
+    def tidemill_adapted(self) -> list[str]:
+        """Names of the modules that take an adapter, the parts of a fused one by their own names."""
+        model = self.model_runner.get_model()
+        fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        found = []
+        for name, _ in model.named_modules():
+            if name.endswith(".base_layer"):
+                parent, _, last = name.removesuffix(".base_layer").rpartition(".")
+                found += [f"{parent}.{part}" for part in fused.get(last, [last])]
+        return found
