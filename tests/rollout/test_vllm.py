@@ -66,6 +66,9 @@ class FakeVLLM(WeightLoader):
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         return [getattr(self, method)(*args)]
 
+    def get_model(self) -> Any:
+        return self.model
+
     def reload_weights(self, weights_iterator: Any) -> None:
         named = {n: t.clone() for n, t in weights_iterator if not (self.head_stays and n.startswith("lm_head"))}
         self.model.load_state_dict(named, strict=False)

@@ -151,7 +151,7 @@ def test_a_copy_has_adapters_where_the_learner_has_them_and_the_engine_takes_the
     [
         ("llama", {"magnitudes": True}, {}, "learn.dora"),
         ("qwen3-moe", {}, {}, "learn.lora_experts=false"),
-        ("qwen3-moe", {"experts": False}, {}, None),
+        ("qwen3-moe", {"experts": False}, {}, "on a CPU"),
         ("llama", {}, {"enable_lora": False}, "enable_lora: false"),
         ("llama", {}, {}, None),
     ],

@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two workers want two NUMA nodes
 
 from tests.rollout.tiny import roll
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from tidemill.errors import ModelError
 from tidemill.models import lora
@@ -302,6 +302,58 @@ def test_adapters_with_magnitudes_are_merged(caplog: pytest.LogCaptureFixture) -
         learn_adapters(model, 1)
         engine.load(None, 1)
         assert gap(engine, roll(engine, asked())).mean < ROUNDING
+    finally:
+        engine.close()
+
+
+def small_mixture() -> Any:
+    import tidemill.models.attention.registry  # noqa: F401  registers the attention
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, bos_token_id=None, eos_token_id=2,
+        pad_token_id=0, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="tidemill", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+def served_anew(engine: VLLMEngine) -> None:
+    """Exchange experts with their neighbours, and load."""
+    assert engine.parity is not None and engine.parity.mean < ROUNDING
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            if ".experts." in name:
+                parameter.copy_(parameter.roll(1, 0))
+    assert gap(engine, roll(engine, asked())).mean > 0.1
+    engine.load(None, 1)
+    assert gap(engine, roll(engine, asked())).mean < ROUNDING
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_mixture_takes_every_load(workers: int) -> None:
+    sizes = {"tensor_parallel_size": workers}
+    engine = start(small_mixture(), eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, **sizes)
+    try:
+        served_anew(engine)
+    finally:
+        engine.close()
+
+
+def test_two_workers_share_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM cuts, loads and adds up as on accelerators; only the kernel of experts is a stand-in."""
+    monkeypatch.setattr("tidemill.rollout.vllm.EXTENSION", "tests.rollout.plain_experts.Loader")
+    how = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    engine = start(small_mixture(), eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, **how)
+    try:
+        assert engine.engine.collective_rpc("held_experts") == [[(2, 64, 128)] * 2] * 2
+        served_anew(engine)
     finally:
         engine.close()
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tidemill.models import lora
+from tidemill.models.mixture.experts import is_known
 from tidemill.owned import OwnedFolder
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ def refusal(model: Any, options: Mapping[str, Any]) -> str | None:
         return "rollout.vllm.args has enable_lora: false"
     if any(True for _ in lora.adapted_stacks(model)):
         return "they are on stacked experts too (learn.lora_experts=false leaves these out)"
+    if next(model.parameters()).device.type == "cpu" and any(is_known(m) for m in model.modules()):
+        return "on a CPU its kernels of experts know no adapters, even beside them"
     if any(name.endswith(".lora_m") for name in lora.adapters(model)):
         return "they have magnitudes (learn.dora)"
     if scale_of(model)[0] > RANKS[-1]:
