@@ -58,16 +58,15 @@ SIDES = (128 + 128) + 2 * (64 + 128) + (128 + 128) + 3 * (128 + 128)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cluster", [{}, {"executor": "processes", "placement": {"rollout": "separated"}}], ids=["beside", "apart"]
-)
-def test_of_adapters_every_update_is_served_and_nothing_else_moves(tmp_path: Path, cluster: dict[str, Any]) -> None:
-    """Also into a sample under way, where rollout has a worker of its own and goes on while it learns."""
-    flow = {"schedule": "async", "max_staleness": 1} if cluster else {}
-    learn = {"lr": 5e-2, "lora_rank": 8}
+@pytest.mark.parametrize("ranks", [0, 1, 2], ids=["beside", "apart", "apart from a learner that is cut"])
+def test_of_adapters_every_update_is_served_and_nothing_else_moves(tmp_path: Path, ranks: int) -> None:
+    """Also into samples under way, where rollout has a worker of its own and goes on while the learner works."""
+    flow = {"schedule": "async", "max_staleness": 1} if ranks else {}
+    cluster = {"executor": "processes", "learners": ranks, "placement": {"rollout": "separated"}} if ranks else {}
+    learn = {"lr": 5e-2, "lora_rank": 8, "parallel": {"fsdp": max(1, ranks)}}
     learned = run(tmp_path, {**RECIPE, "learn": learn, "cluster": cluster, "flow": flow})
     assert [line["version"] for line in learned] == list(range(1, STEPS + 1))
     for line in learned[1:]:
         assert line["machine/weight_bytes"] == 2 * 8 * SIDES * 4
-        if not cluster:
+        if not ranks:
             assert line["mismatch/vllm/mean"] < 1e-3 and line["mismatch/vllm/max"] < 1e-2
