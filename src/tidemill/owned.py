@@ -16,13 +16,16 @@ from pathlib import Path
 
 PREFIX = "tm-"  # short: sockets lie in these folders, and a socket's path is limited
 LOCK = "owner"
+SHARED = Path("/dev/shm")
 ORPHAN_S = 60.0  # a younger folder may not be locked by its owner yet
 
 
-def make() -> Path:
-    """Make a new folder for this user alone, without an owner yet."""
+def make(in_memory: int = 0) -> Path:
+    """Make a new folder for this user alone, without an owner yet. `in_memory`: bytes that should lie in memory, where
+    the system has room for them."""
     remove_orphans()
-    return Path(tempfile.mkdtemp(prefix=PREFIX))
+    is_shared = in_memory and _has_memory() and shutil.disk_usage(SHARED).free > in_memory
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED if is_shared else None))
 
 
 def own(folder: Path) -> int:
@@ -35,8 +38,8 @@ def own(folder: Path) -> int:
 class OwnedFolder:
     """A new folder of this process, until it is closed, forgotten, or the process ends."""
 
-    def __init__(self) -> None:
-        self.path = make()
+    def __init__(self, in_memory: int = 0) -> None:
+        self.path = make(in_memory)
         self._end = weakref.finalize(self, _remove, self.path, own(self.path), os.getpid())
 
     def close(self) -> None:
@@ -52,7 +55,8 @@ def _remove(folder: Path, lock: int, owner: int) -> None:
 def remove_orphans() -> list[Path]:
     """Remove this user's folders whose owners are dead, and return them."""
     removed = []
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    places = [Path(tempfile.gettempdir()), *([SHARED] if _has_memory() else [])]
+    for folder in (folder for place in places for folder in place.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):  # it is being removed, or an owner lives
             if not _is_old_and_ours(folder.lstat()):
                 continue
@@ -64,6 +68,10 @@ def remove_orphans() -> list[Path]:
             finally:
                 os.close(lock)
     return removed
+
+
+def _has_memory() -> bool:
+    return SHARED.is_dir() and os.access(SHARED, os.W_OK)
 
 
 def _is_old_and_ours(seen: os.stat_result) -> bool:

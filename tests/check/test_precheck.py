@@ -53,6 +53,27 @@ def test_settings_that_work_pass():
             "each rollout worker has one device; cluster.executor=local would do",
         ),
         (
+            "rollout.engine=vllm & rollout.vllm.args={data_parallel_size: 2}",
+            "here one program drives the engine; cluster.rollouts=2 with cluster.executor=processes|ray",
+        ),
+        ("rollout.engine=vllm & rollout.vllm.args={enable_expert_parallel: true}", "the model has no experts"),
+        (
+            "rollout.engine=vllm & rollout.vllm.args={enable_expert_parallel: true}"
+            " & model.tiny.architecture=qwen3_moe",
+            "one worker holds all experts; rollout.vllm.args.tensor_parallel_size=2 would do",
+        ),
+        (
+            "rollout.engine=vllm & rollout.vllm.args={enable_expert_parallel: true, tensor_parallel_size: 2}"
+            " & model.tiny.architecture=qwen3_moe & device=cpu",
+            "on a CPU takes no part of them",
+        ),
+        (
+            "rollout.engine=vllm & rollout.vllm.args={data_parallel_size: 2} & model.tiny.architecture=qwen3_moe",
+            "experts shared: tensor_parallel_size 2 with enable_expert_parallel true",
+        ),
+        ("rollout.engine=vllm & rollout.vllm.args={enable_lora: true}", "nothing has adapters; learn.lora_rank=16"),
+        ("rollout.engine=vllm & rollout.vllm.args={max_lora_rank: 8}", "which Tidemill sets; use learn.lora_rank"),
+        (
             "rollout.engine=vllm & rollout.vllm.args={tensor_parallel_size: 2} & rollout.top_p=0.9",
             "works in one process; rollout.top_p=1",
         ),

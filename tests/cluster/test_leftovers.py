@@ -23,6 +23,7 @@ HOLD = "import sys; from pathlib import Path; from tidemill import owned; owned.
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(owned, "ORPHAN_S", -1.0)
+    monkeypatch.setattr(owned, "SHARED", tmp_path / "memory")
     return owned.make()
 
 
@@ -42,6 +43,17 @@ def test_a_folder_goes_when_its_owner_was_killed_and_not_before(folder: Path) ->
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     assert owned.remove_orphans() == [folder] and not folder.exists()
+
+
+def test_a_folder_in_memory_goes_too_and_one_that_memory_has_no_room_for_lies_on_disk(
+    folder: Path, tmp_path: Path
+) -> None:
+    owned.SHARED.mkdir()
+    assert owned.make(in_memory=1 << 60).parent == tmp_path
+    made = owned.make(in_memory=1)
+    assert made.parent == owned.SHARED
+    os.close(owned.own(made))
+    assert owned.remove_orphans() == [made] and folder.exists()
 
 
 def test_a_folder_that_others_can_enter_or_that_has_no_owner_is_left_alone(folder: Path) -> None:

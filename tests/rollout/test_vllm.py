@@ -4,13 +4,16 @@ by `benchmarks/gpu_vllm.py`."""
 from __future__ import annotations
 
 import copy
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.rollout.tiny import VOCAB, roll, tiny_model
 
 from tidemill.errors import ConfigError, ModelError
@@ -36,9 +39,26 @@ class FakeVLLM(WeightLoader):
         self.slept: list[int] = []
         self.kept = kept
         self.loads = 0
+        self.salts: dict[str, str] = {}  # of the prefix cache, by request
+        self.base: dict[str, torch.Tensor] = {}  # weights of adapted modules without their adapter
 
-    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+    def add_request(self, name: str, prompt: dict[str, Any], params: Any, lora_request: Any = None) -> None:
+        assert (lora_request is not None) == bool(self.base), "every request names the adapter, if there is one"
         self.queue[name] = (prompt["prompt_token_ids"], params, [])
+        self.salts[name] = prompt["cache_salt"]
+
+    @torch.no_grad()
+    def add_lora(self, request: Any) -> None:
+        """Like vLLM, from a folder, and over an adapter of the same number only if told so."""
+        assert request.load_inplace
+        about = json.loads((Path(request.path) / "adapter_config.json").read_text())
+        tensors = load_file(Path(request.path) / "adapter_model.safetensors")
+        weights = dict(self.model.named_parameters())
+        for a in (name for name in tensors if name.endswith(".lora_A.weight")):
+            name = a.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            base = self.base.setdefault(name, weights[name].clone())
+            change = tensors[a.replace(".lora_A.", ".lora_B.")] @ tensors[a]
+            weights[name].copy_(base + change * about["lora_alpha"] / about["r"])
 
     def abort_request(self, names: list[str]) -> None:
         for name in names:
@@ -47,12 +67,14 @@ class FakeVLLM(WeightLoader):
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         return [getattr(self, method)(*args)]
 
+    def get_model(self) -> Any:
+        return self.model
+
     def reload_weights(self, weights_iterator: Any) -> None:
         named = {n: t.clone() for n, t in weights_iterator if not (self.head_stays and n.startswith("lm_head"))}
         self.model.load_state_dict(named, strict=False)
+        self.base = {}  # vLLM forgets its adapters
         self.loads += 1
-
-    def reset_prefix_cache(self) -> None: ...
 
     def sleep(self, level: int) -> None:
         assert not self.queue
@@ -164,6 +186,18 @@ def test_adapters_are_merged_on_the_way(model: Any) -> None:
     engine.load(None, 1)
     assert engine.parity is not None and engine.parity.max < 1e-4
     assert not torch.equal(llm.model.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_keys_and_values_of_other_weights_are_not_found(model: Any) -> None:
+    """Where requests run, vLLM does not forget its prefix cache; a salt keeps versions apart."""
+    engine, llm = make(model)
+    for version in (0, 1):
+        if version:
+            engine.load(None, version)
+        engine.submit(Request(version, [5, 6, 7], Sampling(max_tokens=9, ignore_eos=True), n=2))
+        engine.step()
+    first, second = ({llm.salts[n] for n in llm.queue if n.startswith(f"{i}/")} for i in (0, 1))
+    assert len(first) == len(second) == 1 and first != second
 
 
 def test_a_load_that_leaves_the_output_layer_stale_is_refused(model: Any) -> None:

@@ -17,11 +17,13 @@ import torch
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else two workers want two NUMA nodes
 
 from tests.rollout.tiny import roll
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from tidemill.errors import ModelError
+from tidemill.models import lora
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
 from tidemill.rollout.mismatch import Mismatch, measure
@@ -228,6 +230,143 @@ def test_a_bad_request_is_one_error(engine: VLLMEngine) -> None:
         engine, [Request(7, [VOCAB + 3], Sampling()), Request(8, [5], Sampling(logit_bias={3: 1.0})), *asked(1)]
     )
     assert done[7, 0].finish == done[8, 0].finish == "error" and done[0, 0].finish in ("stop", "length")
+
+
+def test_later_requests_do_not_find_keys_and_values_of_the_weights_before(engine: VLLMEngine) -> None:
+    """While requests run, vLLM does not forget its prefix cache."""
+    prompt = np.random.default_rng(9).integers(3, VOCAB, 140).tolist()  # longer than a page of the cache
+    how = Sampling(max_tokens=16, ignore_eos=True)
+    engine.submit(Request(0, prompt, how))
+    for _ in range(3):
+        engine.step()
+    shuffle(engine.model, 12)
+    engine.load(None, engine.version + 1)
+    done = roll(engine, [Request(1, prompt, how)])
+    assert gap(engine, {(1, 0): done[1, 0]}).mean < ROUNDING
+
+
+def learn_adapters(model: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in lora.adapters(model).values():
+            tensor.add_(torch.randn_like(tensor) * 0.1)
+
+
+def adapted(engine: VLLMEngine) -> int:
+    """Publish two versions of the adapters, the second to requests under way; return the bytes of one."""
+    own = sum(tensor.nbytes for tensor in lora.adapters(engine.model).values())
+    for version in (1, 2):
+        stale = gap(engine, roll(engine, asked()))
+        assert stale.mean < ROUNDING
+        requests = asked(ignore_eos=True) if version == 2 else []
+        for request in requests:
+            engine.submit(request)
+        for _ in range(6 * len(requests)):
+            engine.step()
+        learn_adapters(engine.model, version)
+        engine.load(None, version)
+        assert engine.brought_bytes == own and engine.parity is not None and engine.parity.mean < ROUNDING
+        for completion in roll(engine, []).values():
+            assert set(completion.versions) == {version - 1, version}
+        assert gap(engine, roll(engine, asked())).mean < ROUNDING
+    return own
+
+
+@pytest.mark.parametrize("modules", [(), ("q_proj", "v_proj", "down_proj")], ids=["all", "some"])
+def test_adapters_are_served_as_such_and_nothing_else_is_sent(modules: tuple[str, ...]) -> None:
+    model = small_model(True)
+    lora.attach(model, 4, 8.0, modules=modules)
+    engine = start(model, eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, truncates=True)
+    try:
+        assert engine.adapter is not None
+        whole = engine.brought_bytes
+        assert adapted(engine) < whole / 20
+        engine.load(lora.merged(model), 3)  # whole weights, without the adapter
+        assert gap(engine, roll(engine, asked())).mean < ROUNDING
+        engine.sleep_level = 2
+        engine.sleep()
+        learn_adapters(model, 5)
+        engine.load(None, 4)
+        done = roll(engine, asked())
+        assert engine.brought_bytes > whole / 2 and gap(engine, done).mean < ROUNDING
+        assert all(set(completion.versions) == {4} for completion in done.values())
+    finally:
+        engine.close()
+
+
+def test_adapters_with_magnitudes_are_merged(caplog: pytest.LogCaptureFixture) -> None:
+    model = small_model(False)
+    lora.attach(model, 4, 8.0, magnitudes=True)
+    engine = start(model, eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True)
+    try:
+        assert engine.adapter is None and "learn.dora" in caplog.text
+        learn_adapters(model, 1)
+        engine.load(None, 1)
+        assert gap(engine, roll(engine, asked())).mean < ROUNDING
+    finally:
+        engine.close()
+
+
+def small_mixture() -> Any:
+    import tidemill.models.attention.registry  # noqa: F401  registers the attention
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, bos_token_id=None, eos_token_id=2,
+        pad_token_id=0, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="tidemill", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model
+
+
+def served_anew(engine: VLLMEngine) -> None:
+    """Exchange experts with their neighbours, and load."""
+    assert engine.parity is not None and engine.parity.mean < ROUNDING
+    with torch.no_grad():
+        for name, parameter in engine.model.named_parameters():
+            if ".experts." in name:
+                parameter.copy_(parameter.roll(1, 0))
+    assert gap(engine, roll(engine, asked())).mean > 0.1
+    engine.load(None, 1)
+    assert gap(engine, roll(engine, asked())).mean < ROUNDING
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_mixture_takes_every_load(workers: int) -> None:
+    sizes = {"tensor_parallel_size": workers}
+    engine = start(small_mixture(), eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, **sizes)
+    try:
+        served_anew(engine)
+    finally:
+        engine.close()
+
+
+def test_two_workers_share_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM cuts, loads and adds up as on accelerators; only the kernel of experts is a stand-in."""
+    monkeypatch.setattr("tidemill.rollout.vllm.EXTENSION", "tests.rollout.plain_experts.Loader")
+    how = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    engine = start(small_mixture(), eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, **how)
+    try:
+        assert engine.engine.collective_rpc("held_experts") == [[(2, 64, 128)] * 2] * 2
+        served_anew(engine)
+    finally:
+        engine.close()
+
+
+def test_two_workers_serve_adapters_too() -> None:
+    model = small_model(True)
+    lora.attach(model, 4, 8.0)
+    engine = start(model, eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, tensor_parallel_size=2)
+    try:
+        assert engine.adapter is not None and adapted(engine)
+    finally:
+        engine.close()
 
 
 def test_an_engine_over_two_workers_takes_weights_and_scores_as_the_learner_does() -> None:

@@ -16,9 +16,11 @@ import pytest
 import torch
 from tests.cluster.runs import measured, train
 from tests.rollout.test_vllm import FakeVLLM, asked, params
+from tests.rollout.test_vllm_adapter import learn, learner
 from tests.rollout.tiny import roll, tiny_model
 
 from tidemill.errors import ConfigError, InterpreterError, TidemillError
+from tidemill.models import lora
 from tidemill.rollout.vllm import VLLMEngine, start
 from tidemill.rollout.vllm_kept import KeptMass
 
@@ -125,6 +127,19 @@ def test_one_of_16_bits_gets_its_weights_and_when_killed_is_named_with_what_kill
     engine.submit(asked(1)[0])
     with pytest.raises(InterpreterError, match="vLLM's process was killed by SIGKILL"):
         engine.step()
+    engine.close()
+
+
+def test_adapters_go_over_as_adapters(python: str) -> None:
+    model = learner()
+    engine = start(model, eos_ids=[2], max_len=64, max_seqs=8, python=python)
+    own = sum(tensor.nbytes for tensor in lora.adapters(model).values())
+    for version in (1, 2):
+        learn(model, version)
+        engine.load(None, version)
+        assert engine.brought_bytes == own
+        assert engine.parity is not None and engine.parity.max < 1e-4
+    assert len(roll(engine, asked(2))) == 4
     engine.close()
 
 

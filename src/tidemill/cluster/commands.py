@@ -156,8 +156,9 @@ class WorkerCommands(Protocol):
         """Send a version of the weights, receive one in place, or both."""
         ...
 
-    def take_up(self, version: int) -> None:
-        """Serve the version that was received, from the next token on."""
+    def take_up(self, version: int) -> int:
+        """Serve the version that was received, from the next token on. Return the bytes that were copied for it where
+        none were received: by an engine beside the learner, with weights of its own."""
         ...
 
     def version(self) -> int: ...

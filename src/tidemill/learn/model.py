@@ -257,6 +257,10 @@ class MeshModel:
         model that is cut ask together."""
         return adapters.merged(self.model, pieces_of(self.model))
 
+    def adapter_pieces(self) -> dict[str, Tensor]:
+        """What lies on this rank of the adapters by themselves."""
+        return {name: piece for name, piece in pieces_of(self.model).items() if adapters.is_adapter(name)}
+
     def held(self) -> list[Tensor]:
         """What leaves the device while rollout has it."""
         return learner_tensors(self.model)

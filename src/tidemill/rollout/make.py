@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+from tidemill.models import lora
 from tidemill.models.load import LoadedModel
 from tidemill.models.policy import Policy
 from tidemill.models.vision.eyes import eyes
@@ -40,6 +41,20 @@ def with_turns(
 
         return SeatsEngine(engine, loaded, config, speech, run, writer)
     return TurnsEngine(engine, config.environment, speech, loaded.eos_ids)
+
+
+def make_apart(loaded: LoadedModel, config: Config) -> RolloutEngine:
+    """An engine over a copy of the learner's model. Where vLLM takes the learner's adapters by themselves, the copy has
+    adapters too, and only their tensors come to it."""
+    learn = config.learn
+    if config.rollout.engine != "vllm" or not learn.lora_rank:
+        return make_plain(loaded, config)
+    chosen = (learn.dora, learn.lora_experts, learn.lora_modules)
+    lora.attach(loaded.model, learn.lora_rank, learn.lora_alpha, config.seed, *chosen)
+    engine: Any = make_plain(loaded, config)
+    if engine.adapter is None:
+        lora.detach(loaded.model)
+    return cast(RolloutEngine, engine)
 
 
 def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) -> RolloutEngine:

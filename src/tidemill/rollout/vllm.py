@@ -39,9 +39,10 @@ from tidemill.rollout.mismatch import Mismatch, measure
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.sampling import is_steered, is_truncated
 from tidemill.rollout.stops import ends_by_string
+from tidemill.rollout.vllm_adapter import ServedAdapter, adapter_options, if_all_adapted, make_adapter
 from tidemill.rollout.vllm_kept import NAME, KeptMass
 from tidemill.rollout.vllm_process import ToldMass, VLLMProcess
-from tidemill.rollout.vllm_start import make_llm, make_params
+from tidemill.rollout.vllm_start import VLLMHere
 
 # Mean gap of log-probabilities after a load. bfloat16 alone makes hundredths; a stale output layer whole nats.
 PARITY_NATS = 0.15
@@ -65,6 +66,7 @@ class VLLMEngine:
         tokenizer: Any = None,
         sleep_level: int = 1,
         kept: KeptMass | ToldMass | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> None:
         self.llm, self.model, self.tokenizer = llm, model, tokenizer
         self.engine = llm.llm_engine
@@ -72,6 +74,8 @@ class VLLMEngine:
         self.max_len = max_len
         self.sleep_level = sleep_level
         self.kept = kept
+        self.adapter = adapter
+        self.brought_bytes = 0  # that vLLM was given by the latest load
         self.has_weights, self.is_asleep = True, False
         self.version = 0
         self.parity: Mismatch | None = None  # of the latest load
@@ -83,7 +87,7 @@ class VLLMEngine:
         self._before: dict[str, int] = {}  # tokens a sample had when it was given to vLLM
         self._done: list[Completion] = []
         self._asleep: list[Partial] = []
-        self._names = 0
+        self._names = self._loads = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -110,7 +114,14 @@ class VLLMEngine:
             self.kept.expect(name, request.sampling)
             settings["extra_args"] = {NAME: name}
         self._before[name] = len(sample.tokens)
-        self.engine.add_request(name, {"prompt_token_ids": context}, self._make_params(**settings))
+        self._add(name, context, self._make_params(**settings))
+
+    def _add(self, name: str, tokens: list[int], params: Any) -> None:
+        """With a salt for the prefix cache: keys and values of other weights are not found, even where requests that
+        run keep them from being forgotten."""
+        adapted = {} if self.adapter is None else {"lora_request": self.adapter.request}
+        prompt = {"prompt_token_ids": tokens, "cache_salt": str(self._loads)}
+        self.engine.add_request(name, prompt, params, **adapted)
 
     @property
     def has_work(self) -> bool:
@@ -197,21 +208,41 @@ class VLLMEngine:
 
     def load(self, weights: Any, version: int) -> None:
         """Copy weights (Hugging Face names; None: the learner's as they are) into the ones that serve, and check.
-        Running samples keep their keys and values; what prefix caching remembers is forgotten."""
+        Running samples keep their keys and values; those that come later find only those of these weights. Of a learner
+        with adapters vLLM gets the adapter alone, where it can."""
         if self.is_asleep and weights is None:  # there is no room for them; they come before the next token
             self.version, self.has_weights = version, False
             return
         if weights is not None:
             self.wake()
             self._need_weights()  # what is given may be a part
-        self._bring(lora.merged(self.model) | _router_biases(self.model) if weights is None else weights)
+        self._bring(weights)
         self.version = version
         self._check()
 
     def _bring(self, weights: Any) -> None:
-        self.engine.collective_rpc("tidemill_load", args=(_with_tied(self.model, _pairs(weights)),))
-        self.engine.reset_prefix_cache()
+        self.brought_bytes = 0
+        if self.adapter is None:
+            self._send(self._whole() if weights is None else weights)
+        elif weights is not None:
+            self.adapter.has_base = False
+            self._send(self._whole() | dict(_pairs(weights)))
+            self.adapter.bring(self.engine, is_on=False)
+        else:
+            if not self.adapter.has_base:
+                self._send(self.adapter.base() | _router_biases(self.model))
+            self.adapter.has_base = True
+            self.brought_bytes += self.adapter.bring(self.engine)
+        self._loads += 1
         self.has_weights = True
+
+    def _whole(self) -> dict[str, Tensor]:
+        return lora.merged(self.model) | _router_biases(self.model)
+
+    def _send(self, weights: Any) -> None:
+        named = _with_tied(self.model, _pairs(weights))
+        self.engine.collective_rpc("tidemill_load", args=(named,))
+        self.brought_bytes += sum(tensor.nbytes for _, tensor in named)
 
     def _need_weights(self) -> None:
         """Before tokens are made: those of now, where a sleep dropped them and no load has come since."""
@@ -224,7 +255,11 @@ class VLLMEngine:
         self._asleep = self.pause()
         if not self.is_asleep:
             self.llm.sleep(level=self.sleep_level)
-        self.is_asleep, self.has_weights = True, self.has_weights and self.sleep_level == 1
+        self.is_asleep = True
+        if self.sleep_level == 2:
+            self.has_weights = False
+            if self.adapter is not None:
+                self.adapter.has_base = False
 
     def wake(self) -> None:
         if self.is_asleep:
@@ -236,6 +271,8 @@ class VLLMEngine:
     def close(self) -> None:
         """End vLLM, so that another can start in this process."""
         self.engine.engine_core.shutdown()
+        if self.adapter is not None:
+            self.adapter.close()
 
     # -- parity --------------------------------------------------------------------------------------------------
 
@@ -257,7 +294,7 @@ class VLLMEngine:
         self._names += 1
         name = f"probe/{self._names}"
         params = self._make_params(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
+        self._add(name, tokens, params)
         while True:
             outputs = self.engine.step()
             self._absorb(output for output in outputs if output.request_id != name)
@@ -272,28 +309,29 @@ def start(
     memory_share: float = 0.5, sleep_level: int = 1, truncates: bool = False, python: str = "", **options: Any,
 ) -> VLLMEngine:  # fmt: skip
     """vLLM with the learner's model: made with random weights of its shape, then loaded from it. `truncates`: requests
-    may ask for top_p, top_k and min_p. `python`: another interpreter, which has vLLM. `options` go to `vllm.LLM` as
-    they are."""
-    parameter = next(model.parameters())
-    arguments = {
-        "model": _config_folder(model), "load_format": "dummy", "skip_tokenizer_init": True,
-        "dtype": str(parameter.dtype).removeprefix("torch."), "max_model_len": max_len, "max_num_seqs": max_seqs,
-        "gpu_memory_utilization": memory_share, "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
-        "enable_sleep_mode": parameter.device.type != "cpu", **options_of(parameter.device.type, options),
-    }  # fmt: skip
-    kept: KeptMass | ToldMass | None
-    if python:
-        kept = ToldMass() if truncates else None
-        llm: Any = VLLMProcess(find_python("rollout.vllm.python", python, "", REMEDY), arguments, kept)
-        params: Callable[..., Any] = dict
-    else:
-        kept = KeptMass() if truncates else None
-        llm, params = make_llm(arguments, kept), make_params
-    engine = VLLMEngine(
-        llm, params, model, eos_ids=eos_ids, max_len=max_len, tokenizer=tokenizer, sleep_level=sleep_level,
-        kept=kept,
-    )  # fmt: skip
-    engine.load(None, 0)
+    may ask for top_p, top_k and min_p. A learner's LoRA adapters are served as such where vLLM can. `python`: another
+    interpreter, which has vLLM. `options` go to `vllm.LLM` as they are."""
+    vllm = VLLMProcess(find_python("rollout.vllm.python", python, "", REMEDY)) if python else VLLMHere()
+    try:
+        vllm.open(truncates)
+        adapter = make_adapter(model, options, vllm)
+        if adapter is not None:
+            options = {**adapter_options(model), **options}
+        parameter = next(model.parameters())
+        llm = vllm.make_llm({
+            "model": _config_folder(model), "load_format": "dummy", "skip_tokenizer_init": True,
+            "dtype": str(parameter.dtype).removeprefix("torch."), "max_model_len": max_len, "max_num_seqs": max_seqs,
+            "gpu_memory_utilization": memory_share, "generation_config": "vllm", "logprobs_mode": "processed_logprobs",
+            "enable_sleep_mode": parameter.device.type != "cpu", **options_of(parameter.device.type, options),
+        })  # fmt: skip
+        engine = VLLMEngine(
+            llm, vllm.make_params, model, eos_ids=eos_ids, max_len=max_len, tokenizer=tokenizer,
+            sleep_level=sleep_level, kept=vllm.kept, adapter=if_all_adapted(adapter, llm.llm_engine),
+        )  # fmt: skip
+        engine.load(None, 0)
+    except BaseException:
+        vllm.close()
+        raise
     return engine
 
 

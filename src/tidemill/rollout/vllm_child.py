@@ -17,23 +17,30 @@ import torch
 from tidemill.interpreter import Answer, Message, serve
 from tidemill.rollout.engine import Sampling
 from tidemill.rollout.vllm_kept import KeptMass
+from tidemill.rollout.vllm_start import VLLMHere
 
 NONE: Answer = ({}, {})
 
 
 class Server:
     def __init__(self) -> None:
+        self.vllm = VLLMHere()
         self.llm: Any = None
         self.kept: KeptMass | None = None
         self.weights: dict[str, torch.Tensor] = {}
         self.prompts: dict[str, list[int]] = {}  # of requests whose prompt is scored
         self.made: dict[str, int] = {}  # tokens of each request that is truncated
 
-    def begin(self, request: Message) -> Answer:
-        from tidemill.rollout.vllm_start import make_llm
+    def open(self, request: Message) -> Answer:
+        self.vllm.open(request.fields["truncates"])
+        self.kept = self.vllm.kept
+        return NONE
 
-        self.kept = KeptMass() if request.fields["truncates"] else None
-        self.llm = make_llm(request.fields["arguments"], self.kept)
+    def adapter_refusal(self, request: Message) -> Answer:
+        return {"reason": self.vllm.adapter_refusal(request.fields["architecture"])}, {}
+
+    def make_llm(self, request: Message) -> Answer:
+        self.llm = self.vllm.make_llm(request.fields["arguments"])
         return NONE
 
     @property
@@ -55,15 +62,16 @@ class Server:
         return NONE
 
     def _add(self, new: dict[str, Any], prompt: list[int]) -> None:
-        from tidemill.rollout.vllm_start import make_params
-
         name, params = new["name"], new["params"]
         if new["cut"] is not None and self.kept is not None:
             self.kept.expect(name, Sampling(**new["cut"]))
             self.made[name] = 0
         if "prompt_logprobs" in params:
             self.prompts[name] = prompt
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, make_params(**params))
+        adapter = new["adapter"]
+        adapted = {} if adapter is None else {"lora_request": self._adapter(adapter)}
+        whole = {**new["prompt"], "prompt_token_ids": prompt}
+        self.engine.add_request(name, whole, self.vllm.make_params(**params), **adapted)
 
     def _tell(self, output: Any, told: Told) -> None:
         name, part = output.request_id, output.outputs[0]
@@ -99,17 +107,20 @@ class Server:
         if self.kept is not None:
             self.kept.forget(name)
 
+    def add_lora(self, request: Message) -> Answer:
+        self.engine.add_lora(self._adapter(request.fields["request"]))
+        return NONE
+
+    def _adapter(self, told: dict[str, Any]) -> Any:
+        return self.vllm.make_adapter_request(*told["place"], **told["how"])
+
     def rpc(self, request: Message) -> Answer:
         fields = request.fields
         if "file" in fields:
             self.weights = _mapped(fields["file"], fields["layout"], fields["dtypes"])
-        pairs = [(name, self.weights[name]) for name in fields["names"]]
-        self.engine.collective_rpc(fields["method"], args=(pairs,))
-        return NONE
-
-    def reset_prefix_cache(self, _: Message) -> Answer:
-        self.engine.reset_prefix_cache()
-        return NONE
+        names = fields["names"]
+        args = () if names is None else ([(name, self.weights[name]) for name in names],)
+        return {"answers": self.engine.collective_rpc(fields["method"], args=args)}, {}
 
     def sleep(self, request: Message) -> Answer:
         self.llm.sleep(level=request.fields["level"])
@@ -148,7 +159,7 @@ def _mapped(file: str, layout: list[Any], dtypes: dict[str, str]) -> dict[str, t
 
 def main() -> None:
     server = Server()
-    kinds = ("begin", "step", "abort", "rpc", "reset_prefix_cache", "sleep", "wake_up")
+    kinds = ("open", "adapter_refusal", "make_llm", "step", "abort", "add_lora", "rpc", "sleep", "wake_up")
     try:
         serve(socket.socket(fileno=int(sys.argv[1])), {kind: getattr(server, kind) for kind in kinds})
     finally:

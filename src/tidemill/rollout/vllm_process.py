@@ -71,28 +71,53 @@ class ToldMass:
 
 
 class VLLMProcess:
-    """Both `LLM` and its engine."""
+    """What starts vLLM, as `VLLMHere` does, and what it starts: both `LLM` and its engine."""
 
-    def __init__(self, python: Path, arguments: Mapping[str, Any], kept: ToldMass | None) -> None:
+    def __init__(self, python: Path) -> None:
         self.llm_engine = self.engine_core = self
-        self.kept = kept
+        self.kept: ToldMass | None = None
         self._new: dict[str, dict[str, Any]] = {}  # since the latest step
         self._prompts: dict[str, list[int]] = {}  # of new requests, and of those whose prompt is scored
         self._memory: SharedTensors | None = None
         self._forms: Forms = {}
         self._process = Interpreter(python, MODULE, "vLLM's process", None, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-        try:
-            self._process.call("begin", {"arguments": dict(arguments), "truncates": kept is not None})
-        except BaseException:
-            self._process.close()
-            raise
+
+    def open(self, truncates: bool) -> None:
+        self.kept = ToldMass() if truncates else None
+        self._process.call("open", {"truncates": truncates})
+
+    def make_llm(self, arguments: Mapping[str, Any]) -> VLLMProcess:
+        self._process.call("make_llm", {"arguments": dict(arguments)})
+        return self
+
+    @staticmethod
+    def make_params(**how: Any) -> dict[str, Any]:
+        return how
+
+    @staticmethod
+    def make_adapter_request(name: str, number: int, path: str, load_inplace: bool = False) -> dict[str, Any]:
+        return {"place": [name, number, path], "how": {"load_inplace": True} if load_inplace else {}}
+
+    def adapter_refusal(self, architecture: str) -> str | None:
+        reason: str | None = self._process.call("adapter_refusal", {"architecture": architecture}).fields["reason"]
+        return reason
+
+    def close(self) -> None:
+        self._process.close()
 
     # Requests
 
-    def add_request(self, name: str, prompt: Mapping[str, list[int]], params: Mapping[str, Any]) -> None:
+    def add_request(
+        self,
+        name: str,
+        prompt: Mapping[str, Any],
+        params: Mapping[str, Any],
+        lora_request: Mapping[str, Any] | None = None,
+    ) -> None:
         how = None if self.kept is None else self.kept.asked.get(name)
         cut = None if how is None else {"temperature": how.temperature, **_limits(how)}
-        self._new[name] = {"name": name, "params": dict(params), "cut": cut}
+        rest = {key: value for key, value in prompt.items() if key != "prompt_token_ids"}
+        self._new[name] = {"name": name, "params": params, "cut": cut, "prompt": rest, "adapter": lora_request}
         self._prompts[name] = prompt["prompt_token_ids"]
 
     def abort_request(self, names: Iterable[str]) -> None:
@@ -130,8 +155,14 @@ class VLLMProcess:
 
     # Weights and memory
 
-    def collective_rpc(self, method: str, args: tuple[Sequence[tuple[str, Tensor]]]) -> None:
-        """Call a method of vLLM's workers that takes named tensors."""
+    def add_lora(self, request: Mapping[str, Any]) -> None:
+        self._process.call("add_lora", {"request": request})
+
+    def collective_rpc(self, method: str, args: tuple[Sequence[tuple[str, Tensor]]] | tuple[()] = ()) -> list[Any]:
+        """Call a method of vLLM's workers, with named tensors where it takes some."""
+        if not args:
+            answers: list[Any] = self._process.call("rpc", {"method": method, "names": None}).fields["answers"]
+            return answers
         pairs = args[0]
         forms = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in pairs}
         fields: dict[str, Any] = {"method": method, "names": [name for name, _ in pairs]}
@@ -146,11 +177,9 @@ class VLLMProcess:
         assert memory is not None
         for name, tensor in pairs:
             memory.views[WEIGHT][name].copy_(tensor.detach())
-        self._process.call("rpc", fields)
+        answers = self._process.call("rpc", fields).fields["answers"]
         memory.close_file()
-
-    def reset_prefix_cache(self) -> None:
-        self._process.call("reset_prefix_cache")
+        return answers
 
     def sleep(self, level: int) -> None:
         self._process.call("sleep", {"level": level})

@@ -15,35 +15,70 @@ EXTENSION = "tidemill.rollout.vllm_worker.WeightLoader"
 OLDEST = (0, 20)  # vLLM whose calls these are
 
 
-def make_llm(arguments: Mapping[str, Any], kept: KeptMass | None) -> Any:
-    """Make vLLM with `arguments`, which truncates with `kept` where that is given."""
-    # In this process, so that weights are handed over and not sent.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if kept is not None:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other has no logits processors of this kind
-    try:
+class VLLMHere:
+    """vLLM in this interpreter."""
+
+    def __init__(self) -> None:
+        self.kept: KeptMass | None = None
+
+    def open(self, truncates: bool) -> None:
+        """Import vLLM. `truncates`: it is to write down the mass that top_p, top_k and min_p keep."""
+        # In this process, so that weights are handed over and not sent.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if truncates:
+            self.kept = KeptMass()
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other has no logits processors of this kind
+        try:
+            import vllm
+        except ImportError as error:
+            raise ModelError(f"rollout.engine=vllm needs vLLM: {error}", "pip install vllm, or use native") from None
+        check_version(vllm.__version__)
+
+    def make_llm(self, arguments: Mapping[str, Any]) -> Any:
         import vllm
-        from vllm import LLM
-    except ImportError as error:
-        raise ModelError(f"rollout.engine=vllm needs vLLM: {error}", "pip install vllm, or use native") from None
-    check_version(vllm.__version__)
-    if kept is not None:
-        # In step with the host: a row's mass is written down under the number of tokens that it has.
-        arguments = {"logits_processors": [processor(kept)], "async_scheduling": False, **arguments}
-    try:
-        return LLM(worker_extension_cls=EXTENSION, disable_log_stats=True, **arguments)
-    except TypeError as error:
-        if "unexpected keyword" not in str(error):
-            raise
-        raise ConfigError(f"vLLM {vllm.__version__}: {error}", "correct or remove it in rollout.vllm.args") from None
 
+        if self.kept is not None:
+            # In step with the host: a row's mass is written down under the number of tokens that it has.
+            arguments = {"logits_processors": [processor(self.kept)], "async_scheduling": False, **arguments}
+        try:
+            return vllm.LLM(worker_extension_cls=EXTENSION, disable_log_stats=True, **arguments)
+        except TypeError as error:
+            if "unexpected keyword" not in str(error):
+                raise
+            raise ConfigError(
+                f"vLLM {vllm.__version__}: {error}", "correct or remove it in rollout.vllm.args"
+            ) from None
 
-def make_params(**how: Any) -> Any:
-    """Settings of a request, whose answers bring what is new in each step."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    @staticmethod
+    def make_params(**how: Any) -> Any:
+        """Settings of a request, whose answers bring what is new in each step."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(output_kind=RequestOutputKind.DELTA, **how)
+        return SamplingParams(output_kind=RequestOutputKind.DELTA, **how)
+
+    @staticmethod
+    def make_adapter_request(*place: Any, **how: Any) -> Any:
+        """What names an adapter: its name, number and folder."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(*place, **how)
+
+    @staticmethod
+    def adapter_refusal(architecture: str) -> str | None:
+        """Say why this vLLM serves no adapters of a model, if it does not."""
+        from vllm.lora.layers import BaseLayerWithLoRA
+        from vllm.model_executor.models import ModelRegistry, supports_lora
+
+        if not hasattr(BaseLayerWithLoRA, "load_weights"):
+            return "this version of vLLM cannot load the weights beside them in place (0.32 can)"
+        known = ModelRegistry.models.get(architecture)
+        if known is not None and not supports_lora(known.load_model_cls()):
+            return f"its {architecture} takes none"
+        return None
+
+    def close(self) -> None:
+        """Nothing is left of a start that failed."""
 
 
 def check_version(version: str) -> None:

@@ -7,12 +7,16 @@ from pathlib import Path
 from tidemill.models.load import LoadedModel
 from tidemill.recipe.config import Config
 from tidemill.rollout.engine import RolloutEngine
-from tidemill.rollout.make import make_plain, with_turns
+from tidemill.rollout.make import make_apart, make_plain, with_turns
 
 
-def make_engine(loaded: LoadedModel, config: Config, run: Path | None = None, writer: str = "0") -> RolloutEngine:
-    """`run`: the run's folder, for what conversations keep there; `writer`: this worker's name."""
-    return conversing(make_plain(loaded, config), loaded, config, run, writer)
+def make_engine(
+    loaded: LoadedModel, config: Config, run: Path | None = None, writer: str = "0", is_copy: bool = False
+) -> RolloutEngine:
+    """`run`: the run's folder, for what conversations keep there; `writer`: this worker's name; `is_copy`: the model is
+    one of the learner's, which sends its weights."""
+    plain = (make_apart if is_copy else make_plain)(loaded, config)
+    return conversing(plain, loaded, config, run, writer)
 
 
 def conversing(

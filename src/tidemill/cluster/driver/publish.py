@@ -91,12 +91,13 @@ class Publisher:
                 self._meet(alive)
                 self._move(members)
                 taken = request(WorkerCommands.take_up, self.version)
-                self.pool.call_all(alive, lambda _, taken=taken: taken)  # type: ignore[misc]
+                told = self.pool.call_all(alive, lambda _, taken=taken: taken)  # type: ignore[misc]
             except WorkerLost as lost:
                 last = str(lost)
                 self._unlink(members)
                 self.pool.pump(0.1)
                 continue
+            self.nbytes += sum(told.values())
             for m in alive:
                 self._served[m.name] = m.incarnation, self.version
             return

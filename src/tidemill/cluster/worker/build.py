@@ -47,6 +47,7 @@ from tidemill.rollout.native.ranks import share
 from tidemill.rollout.native.ranks.grid import Grid
 from tidemill.rollout.native.ranks.links import Links
 from tidemill.rollout.native.ranks.replicas import Replicas
+from tidemill.rollout.vllm_adapter import say_merged
 from tidemill.serve.make import conversing, make_engine
 
 
@@ -169,7 +170,10 @@ def _teach_ranks(state: WorkerState, task: Assignment, updates: int) -> None:
 def _make_engine(state: WorkerState, task: Assignment) -> None:
     assert state.loaded is not None
     if task.post.group.engine_ranks == 1:
-        state.engine = make_engine(state.loaded, state.config, task.logs.parent, task.post.name)
+        if state.away is not None and state.config.learn.lora_rank and state.config.rollout.engine == "vllm":
+            say_merged("the ranks that learn.parallel cuts the learner into publish so with cluster.executor=local")
+        is_copy = task.post.group.is_cut or not task.post.group.learns
+        state.engine = make_engine(state.loaded, state.config, task.logs.parent, task.post.name, is_copy)
     elif task.post.leads:
         state.lead = LeadEngine(state.world)
         state.engine = conversing(state.lead, state.loaded, state.config, task.logs.parent, task.post.name)

@@ -362,8 +362,8 @@ class RoleWorker:
         self._in_turn()
         return self.weights.move(version)
 
-    def take_up(self, version: int) -> None:
-        self.weights.take_up(version)
+    def take_up(self, version: int) -> int:
+        return self.weights.take_up(version)
 
     def version(self) -> int:
         return self.state.version

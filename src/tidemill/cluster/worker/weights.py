@@ -22,6 +22,7 @@ from tidemill.cluster.worker.store import KeyedStore
 from tidemill.flow.schedule import schedule_of
 from tidemill.learn.engine import Learner
 from tidemill.learn.model import MeshModel, pieces_of
+from tidemill.learn.parallel.adapters import is_adapter
 from tidemill.models import lora
 from tidemill.models.buffers import carried, persistent
 from tidemill.reshard.layouts.dtensor import from_tensors, local_tensors
@@ -68,6 +69,7 @@ class WeightPort:
     def __init__(self, state: WorkerState) -> None:
         self.state = state
         self.is_whole = state.learner is not None  # the engine has a whole version
+        self._sends_adapters = False  # the engines want nothing else
         self._carrier: Carrier | None = None
         self._serving: Serving | None = None
         self._lock = threading.Lock()  # a link does not end while a version travels over it
@@ -80,7 +82,8 @@ class WeightPort:
         if state.learner is None:
             return Sources({})
         if state.is_cut:
-            return Sources(state.learner.pieces())
+            own = state.learner.adapter_pieces()
+            return Sources(own if self._sends_adapters else state.learner.pieces() | own)
         state.learner.publish()
         assert state.loaded is not None
         return learned(state.loaded.model)
@@ -90,7 +93,7 @@ class WeightPort:
         next version is written aside."""
         if self._serving is None:
             model = self.state.loaded.model if self.state.loaded is not None and self._has_own else None
-            tensors = {} if model is None else {**dict(model.named_parameters()), **persistent(model)}
+            tensors = {} if model is None else received(model)
             self._serving = Serving(tensors, aside=aside_of(tensors) if self.writes_aside else "none")
         return self._serving
 
@@ -125,6 +128,7 @@ class WeightPort:
 
     def link(self, link: WeightLink, rank: int) -> None:
         self.unlink()
+        self._sends_adapters = bool(link.target.by_name) and all(is_adapter(name) for name in link.target.by_name)
         if link.one_process is not None and self.state.learner is not None:
             link.one_process.sources = self.sources
             return  # receives copies
@@ -164,8 +168,9 @@ class WeightPort:
 
     # Take up
 
-    def take_up(self, version: int) -> None:
-        """Serve the received version from the next token on. Unfinished samples continue under it."""
+    def take_up(self, version: int) -> int:
+        """Serve the received version from the next token on. Unfinished samples continue under it. Return the bytes
+        that an engine with weights of its own took from the learner's."""
         state, engine = self.state, self.state.engine
         if state.shares_tensors:
             state.learner.publish()
@@ -173,16 +178,17 @@ class WeightPort:
             with self._between_steps():
                 self.serving().flip()
         if engine is None:
-            return
+            return 0
         self.is_whole = True
         if state.turns is not None and state.turns.serve(version):
-            return
+            return 0
         reread = state.config.flow.unfinished_samples == "recompute_kv" and engine.has_work
         unfinished = engine.pause() if reread else []
         engine.load(None, version)
         engine.resume(unfinished)
         if resumed := sum(bool(p.tokens) for p in unfinished):
             state.tally.add("resumed_samples", float(resumed))
+        return int(getattr(engine, "brought_bytes", 0)) if state.shares_tensors else 0
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
@@ -269,15 +275,20 @@ def aside_of(tensors: Tensors) -> Aside:
 
 
 def learned(model: Any) -> Sources:
-    """Return the weights that rollout is to serve, under its names. Adapters are merged block by block, as they are
-    read."""
-    own = lora.adapters(model)
-    tensors = {name: tensor for name, tensor in carried(model).items() if name not in own}
+    """Return the weights that rollout may serve, under its names. Adapters are there by themselves, and merged block by
+    block, as these are read."""
+    tensors = carried(model)
     changes = {f"{n}.weight": adapter_of(m) for n, m in model.named_modules() if isinstance(m, lora.LoraLinear)}
     for name, m, stack in lora.adapted_stacks(model):
         a, b = (getattr(m, f"{stack}_lora_{side}").detach() for side in "ab")
         changes[name] = BlockMerge(a, b, m.lora_factor)
     return Sources(local_tensors(tensors), changes or None)
+
+
+def received(model: Any) -> Tensors:
+    """Return the tensors that come to an engine's model from the learner: its adapters' where it has some."""
+    own = dict(model.named_parameters())
+    return {name: p for name, p in own.items() if is_adapter(name)} or {**own, **persistent(model)}
 
 
 def adapter_of(linear: lora.LoraLinear) -> BlockMerge:

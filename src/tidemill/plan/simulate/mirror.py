@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Commands that are answered with more than that they are done.
 ANSWERS = frozenset(
     ("where", "build", "watch", "move", "receive", "describe", "measure", "leave_step", "version", "restore")
-) | {"open_store"}
+) | {"open_store", "take_up"}
 
 
 class Mirror:
@@ -59,6 +59,8 @@ class Mirror:
                 return Promise(Answer((EMPTY, EMPTY)))
             case "measure":
                 return world.nothing_counted
+            case "take_up":
+                return world.nothing_taken
             case "leave_step":
                 return Promise(Answer(True))
             case "version":

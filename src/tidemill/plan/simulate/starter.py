@@ -63,6 +63,7 @@ class World:
         self.workers: dict[str, SimulatedWorker] = {}  # those of the hosts that decide
         self.groups_only = model.devices >= MANY if groups_only is None else groups_only
         self.done, self.nothing_counted = DONE, Promise(Answer((Counted({}, {}, []), [])))
+        self.nothing_taken = Promise(Answer(0))
         self.has_heard = False
         self.dock: SimulatedDock | None = None
         self._rng = random.Random(seed)

@@ -399,9 +399,10 @@ class SimulatedWorker:
             self.task.wait(until - self.kernel.time)
         return self._moved()
 
-    def take_up(self, version: int) -> None:
+    def take_up(self, version: int) -> int:
         if self.engine is not None:
             self.engine.load(None, version)
+        return 0
 
     def version(self) -> int:
         return self.world.version

@@ -25,7 +25,7 @@ class Kept:
 
 KNOWN = {"load_format", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization"}
 KNOWN |= {"generation_config", "logprobs_mode", "enable_sleep_mode", "worker_extension_cls", "disable_log_stats"}
-KNOWN |= {"async_scheduling", "seed"}
+KNOWN |= {"async_scheduling", "seed", "enable_lora", "max_loras", "max_lora_rank", "lora_target_modules"}
 
 
 class LLM(FakeVLLM):
@@ -36,6 +36,9 @@ class LLM(FakeVLLM):
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=getattr(torch, known["dtype"]))
         super().__init__(made.eval(), kept=Kept(logits_processors[0]) if logits_processors else None)
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
+
+    def tidemill_adapted(self):
+        return [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
 def SamplingParams(**how):

@@ -1,0 +1,7 @@
+from types import SimpleNamespace
+
+ModelRegistry = SimpleNamespace(models={})
+
+
+def supports_lora(model):
+    return True
