@@ -187,7 +187,7 @@ def check_sleep(engine: Any, model: Any, most: float) -> None:
 
 def prove(device: str, is_tied: bool, sleep_level: int) -> None:
     from tidemill.rollout.engine import Request, Sampling
-    from tidemill.rollout.vllm import start
+    from tidemill.rollout.vllm.engine import start
 
     model = small_model(device, is_tied)
     most = ROUNDING[model.dtype]

@@ -46,7 +46,7 @@ def test_the_layout_has_the_tensors_that_vllm_makes(kind: str) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
     import tidemill.models.attention.registry  # noqa: F401  registers the attention
-    from tidemill.rollout.vllm import start
+    from tidemill.rollout.vllm.engine import start
 
     shape = {
         "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,

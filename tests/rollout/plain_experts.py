@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from tidemill.rollout.vllm_worker import WeightLoader
+from tidemill.rollout.vllm.worker import WeightLoader
 
 
 class Loader(WeightLoader):

@@ -20,10 +20,10 @@ from tidemill.errors import ConfigError, ModelError
 from tidemill.models import lora
 from tidemill.rollout.engine import Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
-from tidemill.rollout.vllm import VLLMEngine, _router_biases, options_of, start
-from tidemill.rollout.vllm_kept import KeptMass
-from tidemill.rollout.vllm_start import check_version
-from tidemill.rollout.vllm_worker import WeightLoader
+from tidemill.rollout.vllm.engine import VLLMEngine, _router_biases, options_of, start
+from tidemill.rollout.vllm.kept import KeptMass
+from tidemill.rollout.vllm.start import check_version
+from tidemill.rollout.vllm.worker import WeightLoader
 
 
 class FakeVLLM(WeightLoader):

@@ -19,9 +19,9 @@ from tidemill.models import lora
 from tidemill.recipe.config import Config
 from tidemill.rollout.hf import HFEngine
 from tidemill.rollout.make import make_apart
-from tidemill.rollout.vllm import VLLMEngine
-from tidemill.rollout.vllm_adapter import ServedAdapter, adapter_options, if_all_adapted, left_out, refusal
-from tidemill.rollout.vllm_worker import WeightLoader
+from tidemill.rollout.vllm.adapter import ServedAdapter, adapter_options, if_all_adapted, left_out, refusal
+from tidemill.rollout.vllm.engine import VLLMEngine
+from tidemill.rollout.vllm.worker import WeightLoader
 
 RANK = 4
 

@@ -27,7 +27,7 @@ from tidemill.models import lora
 from tidemill.rollout.engine import Completion, Request, Sampling
 from tidemill.rollout.hf import HFEngine, _plain
 from tidemill.rollout.mismatch import Mismatch, measure
-from tidemill.rollout.vllm import VLLMEngine, start
+from tidemill.rollout.vllm.engine import VLLMEngine, start
 
 VOCAB = 512
 # Of log-probabilities in float32, on average.
@@ -349,7 +349,7 @@ def test_a_mixture_takes_every_load(workers: int) -> None:
 
 def test_two_workers_share_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM cuts, loads and adds up as on accelerators; only the kernel of experts is a stand-in."""
-    monkeypatch.setattr("tidemill.rollout.vllm.EXTENSION", "tests.rollout.plain_experts.Loader")
+    monkeypatch.setattr("tidemill.rollout.vllm.start.EXTENSION", "tests.rollout.plain_experts.Loader")
     how = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     engine = start(small_mixture(), eos_ids=[2], max_len=160, max_seqs=16, enforce_eager=True, **how)
     try:

@@ -21,8 +21,8 @@ from tests.rollout.tiny import roll, tiny_model
 
 from tidemill.errors import ConfigError, InterpreterError, TidemillError
 from tidemill.models import lora
-from tidemill.rollout.vllm import VLLMEngine, start
-from tidemill.rollout.vllm_kept import KeptMass
+from tidemill.rollout.vllm.engine import VLLMEngine, start
+from tidemill.rollout.vllm.kept import KeptMass
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

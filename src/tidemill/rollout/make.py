@@ -96,7 +96,7 @@ def make_plain(loaded: LoadedModel, config: Config, links: Links | None = None) 
 
             return HFEngine(loaded.model, eos_ids=loaded.eos_ids, max_len=max_len, tokenizer=loaded.tokenizer)
         case "vllm":
-            from tidemill.rollout.vllm import start
+            from tidemill.rollout.vllm.engine import start
 
             return start(
                 loaded.model,

@@ -47,7 +47,7 @@ from tidemill.rollout.native.ranks import share
 from tidemill.rollout.native.ranks.grid import Grid
 from tidemill.rollout.native.ranks.links import Links
 from tidemill.rollout.native.ranks.replicas import Replicas
-from tidemill.rollout.vllm_adapter import say_merged
+from tidemill.rollout.vllm.adapter import say_merged
 from tidemill.serve.make import conversing, make_engine
 
 

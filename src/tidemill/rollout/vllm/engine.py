@@ -39,10 +39,10 @@ from tidemill.rollout.mismatch import Mismatch, measure
 from tidemill.rollout.native.check import RequestLimits, find_problem, refused
 from tidemill.rollout.native.draw.sampling import is_steered, is_truncated
 from tidemill.rollout.stops import ends_by_string
-from tidemill.rollout.vllm_adapter import ServedAdapter, adapter_options, if_all_adapted, make_adapter
-from tidemill.rollout.vllm_kept import NAME, KeptMass
-from tidemill.rollout.vllm_process import ToldMass, VLLMProcess
-from tidemill.rollout.vllm_start import VLLMHere
+from tidemill.rollout.vllm.adapter import ServedAdapter, adapter_options, if_all_adapted, make_adapter
+from tidemill.rollout.vllm.kept import NAME, KeptMass
+from tidemill.rollout.vllm.process import ToldMass, VLLMProcess
+from tidemill.rollout.vllm.start import VLLMHere
 
 # Mean gap of log-probabilities after a load. bfloat16 alone makes hundredths; a stale output layer whole nats.
 PARITY_NATS = 0.15

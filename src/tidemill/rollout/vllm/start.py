@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidemill.errors import ConfigError, ModelError
-from tidemill.rollout.vllm_kept import KeptMass, processor
+from tidemill.rollout.vllm.kept import KeptMass, processor
 
-EXTENSION = "tidemill.rollout.vllm_worker.WeightLoader"
+EXTENSION = "tidemill.rollout.vllm.worker.WeightLoader"
 OLDEST = (0, 20)  # vLLM whose calls these are
 
 

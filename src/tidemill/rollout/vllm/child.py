@@ -1,6 +1,6 @@
-"""The process in which vLLM runs, when it has an interpreter of its own: it answers what `rollout.vllm_process` asks.
+"""The process in which vLLM runs, when it has an interpreter of its own: it answers what `rollout.vllm.process` asks.
 
-    python -m tidemill.rollout.vllm_child FILE_DESCRIPTOR
+    python -m tidemill.rollout.vllm.child FILE_DESCRIPTOR
 
 This interpreter has vLLM and what vLLM brought; of Tidemill only what needs no more than that is imported.
 """
@@ -16,8 +16,8 @@ import torch
 
 from tidemill.interpreter import Answer, Message, serve
 from tidemill.rollout.engine import Sampling
-from tidemill.rollout.vllm_kept import KeptMass
-from tidemill.rollout.vllm_start import VLLMHere
+from tidemill.rollout.vllm.kept import KeptMass
+from tidemill.rollout.vllm.start import VLLMHere
 
 NONE: Answer = ({}, {})
 

@@ -1,5 +1,5 @@
 """vLLM in a process of another Python interpreter, whose versions need not fit beside this one's: it takes the calls
-of `vllm.LLM` and of its engine that `rollout.vllm` makes, and `rollout.vllm_child` answers them there.
+of `vllm.LLM` and of its engine that `rollout.vllm` makes, and `rollout.vllm.child` answers them there.
 
 Requests go over a socket pair, all new ones of a step at once; weights go through memory that both processes map.
 """
@@ -20,7 +20,7 @@ from tidemill.rollout.engine import Sampling
 from tidemill.rollout.native.draw.sampling import is_truncated
 from tidemill.shared_tensors import SharedTensors
 
-MODULE = "tidemill.rollout.vllm_child"
+MODULE = "tidemill.rollout.vllm.child"
 WEIGHT = "weight"
 Forms = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
