@@ -112,6 +112,16 @@ def test_threads_coroutines_and_streams_share_one_engine(model: Any, engine: tid
     assert found == {i: wanted[i % 3] for i in range(6)}
 
 
+def test_samples_that_find_no_room_go_on_from_the_host(model: Any, engine: tidemill.Engine) -> None:
+    asked = {"n": 6, "max_new_tokens": 40, "seed": 5, "ignore_eos": True}
+    wanted = [[a.tokens for a in answers] for answers in engine.generate(PROMPTS, **asked)]
+    with tidemill.Engine(model, concurrent=18, max_length=64, cache_tokens=160, cache_on_host_gb=0.1) as crowded:
+        found = crowded.generate(PROMPTS, **asked)
+        counts = crowded._native.cache_counts()
+    assert [[a.tokens for a in answers] for answers in found] == wanted
+    assert counts["host_cache/in_bytes"] > 0 and not counts.get("recomputed_tokens")
+
+
 def test_a_stream_that_is_left_early_frees_its_place(engine: tidemill.Engine) -> None:
     for piece in engine.stream([5, 6], max_new_tokens=100, ignore_eos=True):
         assert len(piece.tokens) == 1

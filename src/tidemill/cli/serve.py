@@ -29,6 +29,9 @@ def serve(
     cache_tokens: Annotated[
         int | None, typer.Option(help="size of the KV cache in tokens; none: by the two above", min=16)
     ] = None,
+    cache_on_host_gb: Annotated[
+        float, typer.Option(help="host memory for caches that found no room on the device, in GB", min=0)
+    ] = 0.0,
     max_body: Annotated[int, typer.Option(help="largest request body in bytes", min=1024)] = 8 << 20,
     max_connections: Annotated[int, typer.Option(help="limit of connections at once", min=1)] = 4096,
 ) -> None:
@@ -59,6 +62,7 @@ def serve(
         port,
         max_body,
         max_connections,
+        cache_on_host_gb=cache_on_host_gb,
     )
 
     def told(server: ModelServer) -> None:

@@ -66,7 +66,8 @@ class Engine:
     weights computed. Calls from several threads and coroutines share the same steps.
 
     `concurrent` sequences run at once, each of at most `max_length` tokens; `cache_tokens` bounds the memory of keys
-    and values. `reuse_prefix` lets a prompt that begins like an earlier one read only what is new.
+    and values, and `cache_on_host_gb` the host memory that takes those of samples which had to make room.
+    `reuse_prefix` lets a prompt that begins like an earlier one read only what is new.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Engine:
         concurrent: int = CONCURRENT,
         max_length: int | None = None,
         cache_tokens: int | None = None,
+        cache_on_host_gb: float = 0.0,
         reuse_prefix: bool = True,
     ) -> None:
         if isinstance(model, str | Path):
@@ -95,6 +97,7 @@ class Engine:
                 max_seqs=concurrent,
                 max_len=self.max_length,
                 cache_tokens=cache_tokens or max(CACHE_TOKENS, self.max_length),
+                host_bytes=int(cache_on_host_gb * 1e9),
                 reuse_prefix=reuse_prefix,
             )
             try_rollout(self._native)

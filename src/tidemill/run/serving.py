@@ -51,6 +51,7 @@ class ServeOptions:
     most_body: int = 8 << 20
     most_connections: int = MOST_CONNECTIONS
     most_open: int = 4096
+    cache_on_host_gb: float = 0.0
 
 
 class ModelServer:
@@ -89,7 +90,9 @@ class ModelServer:
         if trained.reward_head is not None:
             raise ConfigError(f"{root} is a reward model, which generates no text", "name a policy")
         window = min(loaded.window, self.options.window or loaded.window)
-        engine = make_engine(loaded, window, self.options.concurrent, self.options.cache_tokens)
+        options = self.options
+        host_bytes = int(options.cache_on_host_gb * 1e9)
+        engine = make_engine(loaded, window, options.concurrent, options.cache_tokens, host_bytes)
         engine.version = trained.step or 0
         looks = eyes.of(loaded.model)
         pictures = None if looks is None else Pictures.of(looks.view, config.data.images or ImageSettings())
@@ -120,7 +123,9 @@ class ModelServer:
         self.engines.end()
 
 
-def make_engine(loaded: LoadedModel, window: int, concurrent: int, cache_tokens: int | None) -> NativeEngine:
+def make_engine(
+    loaded: LoadedModel, window: int, concurrent: int, cache_tokens: int | None, host_bytes: int = 0
+) -> NativeEngine:
     room = cache_tokens or max(window, min(concurrent * window, 1 << 18))
     return NativeEngine(
         loaded.model,
@@ -129,6 +134,7 @@ def make_engine(loaded: LoadedModel, window: int, concurrent: int, cache_tokens:
         max_seqs=concurrent,
         max_len=window,
         cache_tokens=room,
+        host_bytes=host_bytes,
         reuse_prefix=True,
     )
 
