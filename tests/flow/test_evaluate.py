@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.data.source import Example
 from tidemill.flow import evaluate
-from tidemill.flow.records import Activity
+from tidemill.flow.records import Activity, Answered, Evaluation
 from tidemill.flow.workers import Stopped
 from tidemill.recipe.config import Rewards
 from tidemill.reward.api import Sample, batched
@@ -80,3 +80,13 @@ def test_an_evaluation_that_is_stopped_leaves_nothing_in_the_engine() -> None:
         progress = evaluate.Progress(stop, 0, 1)
         evaluate._answer(engine, problems, [None], Sampling(), 1, lambda tokens: "", scorer, progress)
     assert not engine.has_work
+
+
+def test_the_parts_of_a_reward_are_told_where_it_has_several() -> None:
+    def judged(*parts: dict[str, float]) -> dict[str, float]:
+        answers = tuple(Answered("p", "a", "r", True, 1.0, parts=part) for part in parts)
+        return {k: v for k, v in Evaluation(1.0, answers=answers).metrics().items() if k.startswith("eval/reward/")}
+
+    assert judged({"math": 1.0}, {"math": 0.0}) == {}
+    found = judged({"health": 1.0, "health.broken": 0.0}, {"health": -1.0, "health.broken": 1.0})
+    assert found == {"eval/reward/health": 0.0, "eval/reward/health.broken": 0.5}

@@ -158,7 +158,7 @@ def _answer(
     scored = [one for piece in pieces for one in piece.result()]
     made = [len(done[i, k].tokens) for i in range(len(problems)) for k in range(n)]
     flat = [
-        Answered(s.prompt, s.answer, s.transcript, r.correct, r.value, tokens, str(s.meta.get(FROM, "")))
+        Answered(s.prompt, s.answer, s.transcript, r.correct, r.value, tokens, str(s.meta.get(FROM, "")), dict(r.parts))
         for s, r, tokens in zip(samples, scored, made)
     ]
     return [flat[i * n : (i + 1) * n] for i in range(len(problems))]

@@ -16,6 +16,7 @@ class Answered:
     reward: float
     tokens: int = 0  # of the response
     source: str = ""  # of several, by name
+    parts: dict[str, float] = field(default_factory=dict)  # of the reward, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,17 @@ class Evaluation:
         for source in sorted({answer.source for answer in self.answers} - {""}):
             own = [answer.correct for answer in self.answers if answer.source == source]
             named[f"eval/source/{source}/accuracy"] = sum(own) / len(own)
+        named |= self._parts()
         named |= {f"eval/{kind.replace(' ', '_')}": share for kind, share in self.shares.items()}
         return named | {f"eval/pass@{k}": share for k, share in self.pass_at.items()}
+
+    def _parts(self) -> dict[str, float]:
+        """Means of a reward's parts, such as how often a rule was broken, where it has several."""
+        names = dict.fromkeys(name for answer in self.answers for name in answer.parts)
+        if len(names) < 2:
+            return {}
+        count = len(self.answers)
+        return {f"eval/reward/{name}": sum(a.parts.get(name, 0.0) for a in self.answers) / count for name in names}
 
     def failures(self) -> dict[str, Any]:
         """Return the failed rewards, a count of 0 included."""
