@@ -28,7 +28,7 @@ def test_turns_are_read_once_where_there_are_some(environment: dict[str, str] | 
 
 def test_arguments_for_vllm_reach_it_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {}
-    monkeypatch.setattr("tidemill.rollout.vllm.start", lambda model, **options: told.update(options))
+    monkeypatch.setattr("tidemill.rollout.vllm.engine.start", lambda model, **options: told.update(options))
     settings = {"additional_config": {"weight_nz_mode": 0, "rl_config": {"enabled": True}}, "quantization": "fp8"}
     config = Config.model_validate({"rollout": {"engine": "vllm", "vllm": {"args": settings}}})
     make_plain(LoadedModel(tiny_model("qwen2"), None, (2,), 256), config)
