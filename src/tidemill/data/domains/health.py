@@ -50,16 +50,19 @@ PAST = ("{} years ago, gone since", "had {} last year, not now")
 RULE = "Give the level (red, amber or green) and the codes. Any red flag is red."
 
 
-def health(rng: random.Random, symptoms: int = 2, denied: float = 0.4, red_share: float = 0.4) -> Problem:
+def health(
+    rng: random.Random, symptoms: int = 2, denied: float = 0.4, red_share: float = 0.4, measured: float = 0.3
+) -> Problem:
     """A note of up to `symptoms` symptoms; with the chance `denied` one more that the patient does not have. A share
-    `red_share` of the notes has a red flag."""
-    if not 1 <= symptoms <= 4 or not 0 <= denied <= 1 or not 0 <= red_share <= 1:
+    `red_share` of the notes has a red flag, and of these a share `measured` has it in a measured value alone."""
+    shares = (denied, red_share, measured)
+    if not 1 <= symptoms <= 4 or not all(0 <= share <= 1 for share in shares):
         raise DataError(
-            f"data.args of health: symptoms must be 1 to 4, denied and red_share between 0 and 1, "
-            f"got {symptoms}, {denied} and {red_share}"
+            f"data.args of health: symptoms must be 1 to 4, denied, red_share and measured between 0 and 1, "
+            f"got {symptoms}, {', '.join(map(str, shares))}"
         )
     is_red = rng.random() < red_share
-    has_red_value = is_red and rng.random() < 0.3
+    has_red_value = is_red and rng.random() < measured
     present = choose(rng, rng.randint(1, symptoms), is_red and not has_red_value)
     absent = [s for s in SYMPTOMS if s.code not in {p.code for p in present}]
     oxygen, pressure = values(rng, has_red_value)
