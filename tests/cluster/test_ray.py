@@ -198,7 +198,7 @@ def test_a_cluster_that_runs_is_found_and_left_as_it_was(
         asked = json.dumps({"executor": "ray", "address": address, "start_s": 120.0})
         paths = os.pathsep.join(["src", "."])
         env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **given}
-        subprocess.run([sys.executable, "-c", code, str(folder), asked], check=True, env=env, timeout=120)
+        subprocess.run([sys.executable, "-c", code, str(folder), asked], check=True, env=env, timeout=220)
         assert_same(measured(folder), local)
     assert len([node for node in ray.nodes() if node["Alive"]]) >= 1
     deadline = time.monotonic() + 30

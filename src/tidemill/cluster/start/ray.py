@@ -88,18 +88,27 @@ class RayStarter(Elsewhere):
         context = ray.get_runtime_context()
         self.home = (context.get_node_id(), own_address())
 
+    def _join(self, quiet: dict[str, Any]) -> None:
+        """Connect to a cluster that runs. For `ray://` Ray first starts a server for this client, which on a busy
+        machine may miss Ray's own deadline: then once more."""
+        for is_last in (False, False, True):
+            try:
+                ray.init(address=self.settings.address, namespace=f"tidemill-{self.name}", **quiet)
+                return
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                if isinstance(error, ConnectionAbortedError) and not is_last:
+                    continue
+                raise ConfigError(
+                    f"cluster.address={self.settings.address}: {first_line(error)}",
+                    "`ray start --head` starts a cluster; cluster.address=local one for this run alone",
+                ) from error
+
     def _connect(self) -> None:
         if ray.is_initialized():  # initialised by the caller, for example a test
             return
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "configure_logging": False}
         if self.settings.address != "local":
-            try:
-                ray.init(address=self.settings.address, namespace=f"tidemill-{self.name}", **quiet)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"cluster.address={self.settings.address}: {first_line(error)}",
-                    "`ray start --head` starts a cluster; cluster.address=local one for this run alone",
-                ) from error
+            self._join(quiet)
         else:
             self._folder = owned.make()
             self._owner = owned.own(self._folder)
