@@ -121,7 +121,10 @@ class VLLMProcess:
         self._prompts[name] = prompt["prompt_token_ids"]
 
     def abort_request(self, names: Iterable[str]) -> None:
+        names = list(names)
         known = [name for name in names if self._new.pop(name, None) is None]
+        for name in names:
+            self._prompts.pop(name, None)
         if known:
             self._process.call("abort", {"names": known})
 

@@ -1,9 +1,3 @@
-from dataclasses import dataclass
+from tests.rollout.test_vllm_adapter import LoRARequest
 
-
-@dataclass(frozen=True)
-class LoRARequest:
-    name: str
-    number: int
-    path: str
-    load_inplace: bool = False
+__all__ = ["LoRARequest"]
